@@ -1,6 +1,6 @@
 """Choice of the parameters that repair trains: those that cost no byte, whatever their values are."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def choose_small(model: "PreTrainedModel") -> dict[str, nn.Parameter]:
+def choose(model: "PreTrainedModel", train: Literal["small", "all"]) -> dict[str, nn.Parameter]:
     """Let norms, biases, routers, scales of codes, low-rank factors and shared bases require gradients, and nothing
-    else: attention, embeddings and experts that are stored in full stay as they are.
+    else; with `all` also attention and experts that are stored in full. Embeddings and the head stay as they are.
 
     Returns:
         The trained parameters by their names in memory.
@@ -26,6 +26,7 @@ def choose_small(model: "PreTrainedModel") -> dict[str, nn.Parameter]:
     """
     modules: list[nn.Module] = [*Routers(model).modules]
     modules += [module.stored for _, module in quantized_modules(model)]
+    ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
     chosen = {id(parameter) for module in modules for parameter in module.parameters()}
     for module in model.modules():
         if isinstance(module, SharedBaseExperts):
@@ -35,7 +36,8 @@ def choose_small(model: "PreTrainedModel") -> dict[str, nn.Parameter]:
     for name, parameter in model.named_parameters():
         if is_placeholder(parameter) or not parameter.is_floating_point():
             continue
-        if id(parameter) in chosen or parameter.dim() == 1:
+        in_full = train == "all" and not any(parameter is end for end in ends)
+        if id(parameter) in chosen or parameter.dim() == 1 or in_full:
             parameter.requires_grad_(True)
             found[name] = parameter
     if not found:

@@ -13,6 +13,25 @@ from moetool.repair.teacher import ENTRY_BYTES, TOKEN_BYTES
 NOTE, REPAIR = "Original", "Repair"
 _KEPT = 60  # activations of a token of a layer that is being computed again, in hidden sizes
 
+# Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
+# value, and the best so far with the one before it.
+TRAINED_BYTES = 32
+
+
+def trained_numbers(source: Source, train: str) -> int:
+    """The most numbers of a model that can change: all that are of floating point, or those beside attention,
+    embeddings and experts in full."""
+    tensors, reader = source.checkpoint.tensors, source.experts
+    native = {layer for layer in reader.moe_layers if reader.layout(layer).is_native}
+    full = tuple(f"{reader.architecture.experts_prefix(layer)}" for layer in native)
+    return sum(
+        math.prod(info.shape)
+        for name, info in tensors.items()
+        if info.dtype.is_floating_point
+        and (train == "all" or len(info.shape) == 1 or "gate" in name or name in reader.names)
+        and (train == "all" or not full or not name.startswith(full))
+    )
+
 
 def noted_bytes(windows: int, length: int, k: int) -> int:
     """Bytes of the original's predictions of so many windows, the `k` likeliest tokens of each position."""

@@ -1,5 +1,7 @@
 """Options of `moetool repair`."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
@@ -9,10 +11,15 @@ class RepairOptions(RunOptions, TextOptions):
     """Towards which model, on which text, and for how many steps."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
+    train: Literal["small", "all"] = Field(
+        "small",
+        description="What changes: norms, biases, routers, scales, factors and bases; or these, attention "
+        "and experts that are stored in full, as after reap.",
+    )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")
     learning_rate: float = Field(
-        0.003, gt=0, description="Peak of the schedule, relative to the root mean square of each trained tensor."
+        0.001, gt=0, description="Peak of the schedule, relative to the root mean square of each trained tensor."
     )
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
     held_out: int = Field(

@@ -24,6 +24,6 @@ class RepairResult(Details):
     kept_step: int
     kl_before: Mapping[str, float]
     kl_after: Mapping[str, float]
-    stopped: str | None = None
+    stopped: str | None
     training_seconds: float
     curve: Sequence[Mapping[str, float]] = ()

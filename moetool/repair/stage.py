@@ -29,7 +29,15 @@ from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.measure.divergence import check_comparable
-from moetool.repair.costs import NOTE, activation_bytes, decoded_size, noted_bytes, repair_phases
+from moetool.repair.costs import (
+    NOTE,
+    TRAINED_BYTES,
+    activation_bytes,
+    decoded_size,
+    noted_bytes,
+    repair_phases,
+    trained_numbers,
+)
 from moetool.repair.options import RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.texts import Texts, draw_texts
@@ -81,6 +89,7 @@ class Repair(Stage[RepairOptions]):
         first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * noted
         second = loading_memory(self.source.checkpoint, torch.float32).needed + 5 * logits
         second += activation_bytes(self.source, options.batch_size * options.sequence_length)
+        second += TRAINED_BYTES * trained_numbers(self.source, options.train)
         decoded = decoded_size(self.source)
         available = free_bytes() if options.memory is None else options.memory
         holds = _BASELINE + second + decoded <= available
@@ -117,10 +126,10 @@ class Repair(Stage[RepairOptions]):
         )
 
     def run(self, job: Job) -> RepairResult:
-        from moetool.repair.choice import choose_small
-        from moetool.repair.decoded import decoded_once
+        from moetool.repair.choice import choose
         from moetool.repair.teacher import NotedFile
-        from moetool.repair.training import Training
+        from moetool.repair.training import Distilling
+        from moetool.representations.decoded_once import decoded_once
         from moetool.runtime.loading import load_model
         from moetool.tune.trainer import recompute_activations
 
@@ -134,13 +143,13 @@ class Repair(Stage[RepairOptions]):
             job.finish("original", made=[noted])
         with described_in(source.path):
             model = load_model(source, torch.float32, job.device)
-        parameters = choose_small(model)
+        parameters = choose(model, options.train)
         if job.unit("train"):
             recompute_activations(model)
             with ExitStack() as stack:
                 if self._memory()[2]:
                     stack.enter_context(decoded_once(model))
-                training = Training(model, parameters, texts, NotedFile(noted), options, self.source.dtype)
+                training = Distilling(model, parameters, texts, NotedFile(noted), options, self.source.dtype)
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(

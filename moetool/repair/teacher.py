@@ -16,7 +16,7 @@ ENTRY_BYTES, TOKEN_BYTES = 8, 4
 _LITTLE = 1e-6  # share of all tokens together below which they count as nothing
 
 
-class Noted(NamedTuple):
+class NotedPredictions(NamedTuple):
     """Predictions of a model at some positions.
 
     Attributes:
@@ -51,7 +51,7 @@ class Noted(NamedTuple):
         return type(self)(*(tensor.to(device) for tensor in self))
 
 
-def note(file: Path, found: Iterator[Noted]) -> None:
+def note(file: Path, found: Iterator[NotedPredictions]) -> None:
     """Write what was noted of windows, batch by batch."""
     logs, tokens, rest = (torch.cat(parts) for parts in zip(*found, strict=True))
     save_tensors(file, {LOGS: logs, TOKENS: tokens, REST: rest})
@@ -64,11 +64,11 @@ class NotedFile:
         self._file = safe_open(file, "pt")
         self._parts = [self._file.get_slice(name) for name in (LOGS, TOKENS, REST)]
 
-    def windows(self, first: int, last: int) -> Noted:
+    def windows(self, first: int, last: int) -> NotedPredictions:
         """The predictions of windows `first` to `last`, without that."""
-        return Noted(*(part[first:last] for part in self._parts))
+        return NotedPredictions(*(part[first:last] for part in self._parts))
 
-    def of(self, numbers: list[int]) -> Noted:
+    def of(self, numbers: list[int]) -> NotedPredictions:
         """The predictions of windows of these numbers."""
         found = [self.windows(number, number + 1) for number in numbers]
-        return Noted(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return NotedPredictions(*(torch.cat(parts) for parts in zip(*found, strict=True)))

@@ -20,7 +20,7 @@ from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
 from moetool.repair.options import RepairOptions
-from moetool.repair.teacher import Noted, NotedFile
+from moetool.repair.teacher import NotedFile, NotedPredictions
 from moetool.repair.texts import Texts
 
 _BETAS = 0.9, 0.99
@@ -29,7 +29,7 @@ _WORSE = 2.0  # times the input's divergence at an evaluation, with nothing bett
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RepairOutcome:
     """What training has led to.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Master:
         self._parameter.copy_((self.numbers * self._size).to(self._dtype))
 
 
-class Training:
+class Distilling:
     """One training of the `parameters` of a `model`, in which `noted` has the original's predictions of all `texts`."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Training:
         self._optimizer = torch.optim.Adam(numbers, lr=options.learning_rate, betas=_BETAS, eps=1e-12)
         self._numbers = numbers
 
-    def run(self, progress: Progress, interrupt: Interrupt) -> Outcome:
+    def run(self, progress: Progress, interrupt: Interrupt) -> RepairOutcome:
         """Train, and leave the model with the values that are kept."""
         options, began = self._options, time.monotonic()
         steps, stopped = options.steps, None
@@ -128,7 +128,7 @@ class Training:
             progress.log(f"Stopped: {stopped}. A smaller --learning-rate would be steadier.")
         if not best[0]:
             progress.log("Training made no held-out text better without harm to another: the input's values are kept.")
-        return Outcome(best[2], best[0], before, best[1], stopped, curve, round(time.monotonic() - began, 2))
+        return RepairOutcome(best[2], best[0], before, best[1], stopped, curve, round(time.monotonic() - began, 2))
 
     def _batches(self) -> Iterator[list[int]]:
         """Numbers of windows, each once before any comes again."""
@@ -188,11 +188,13 @@ class Training:
 
 
 @torch.no_grad()
-def noted_batches(model: Any, windows: Tensor, batch_size: int, k: int, progress: Progress) -> Iterator[Noted]:
+def noted_batches(
+    model: Any, windows: Tensor, batch_size: int, k: int, progress: Progress
+) -> Iterator[NotedPredictions]:
     """What a model predicts of windows `[windows, length]`, batch by batch, on the CPU."""
     for batch in windows.split(batch_size):
         logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-        yield Noted.of(logits, k).to(torch.device("cpu"))
+        yield NotedPredictions.of(logits, k).to(torch.device("cpu"))
         progress.advance()
 
 

@@ -61,6 +61,7 @@ SMALLER = {
     "calibration": "--samples 4 --sequence-length 32",
     "moefy": "--samples 16 --sequence-length 64 --experts 4",
     "tune": "--sequence-length 32 --steps 2",
+    "repair": "--samples 4 --sequence-length 32 --steps 2 --held-out 2",
     "compare": "--sequence-length 32 --windows 4 --samples 4",
     "evaluation": "--sequence-length 32 --windows 4",
     "bench": "--lengths 16 --new-tokens 2 --rounds 1",
@@ -196,6 +197,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["moefy"])
     elif name == "tune":
         more.append(SMALLER["tune"])
+    elif name == "repair":
+        more.append(SMALLER["repair"])
     elif name == "compare":
         more.append(SMALLER["compare"])
     elif name in ("eval", "routing") or (name == "report" and "--data" in arguments):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.repair.teacher import Noted, NotedFile, note
+from moetool.repair.teacher import NotedFile, NotedPredictions, note
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def whole(original: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 def test_all_tokens_give_the_divergence_itself(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
     original, model = logits
-    found = Noted.of(original, 64).divergence(model)
+    found = NotedPredictions.of(original, 64).divergence(model)
     assert torch.allclose(found.double(), whole(original, model), rtol=1e-5)
 
 
 def test_the_others_are_one_token(logits: tuple[torch.Tensor, torch.Tensor]) -> None:
     original, model = logits
-    noted = Noted.of(original, 7)
+    noted = NotedPredictions.of(original, 7)
     p, q = (each.softmax(-1).gather(-1, noted.tokens.long()) for each in logits)
     p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in (p, q))
     expected = (p * (p / q).log()).sum(-1)
@@ -40,8 +40,11 @@ def test_the_others_are_one_token(logits: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def test_windows_are_read_as_they_were_noted(logits: tuple[torch.Tensor, torch.Tensor], tmp_path: Path) -> None:
     original, _ = logits
-    note(tmp_path / "noted.safetensors", iter([Noted.of(original[:1], 4), Noted.of(original[1:], 4)]))
-    expected, file = Noted.of(original, 4), NotedFile(tmp_path / "noted.safetensors")
+    note(
+        tmp_path / "noted.safetensors",
+        iter([NotedPredictions.of(original[:1], 4), NotedPredictions.of(original[1:], 4)]),
+    )
+    expected, file = NotedPredictions.of(original, 4), NotedFile(tmp_path / "noted.safetensors")
     for found, wanted in zip(file.windows(0, 2), expected, strict=True):
         assert found.equal(wanted)
     for found, wanted in zip(file.of([1, 0]), expected, strict=True):

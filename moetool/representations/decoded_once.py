@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from moetool.representations.mixed_rows import MixedRowsWeight
 from moetool.representations.quantized import QuantizedWeight
 
-CodedMatrix = QuantizedWeight | MixedRowsWeight
+AnyCodes = QuantizedWeight | MixedRowsWeight
 
 
 @contextmanager
 def decoded_once(model: nn.Module) -> Iterator[None]:
     """Hold in fp32 what the codes of a model stand for before scaling, 4 bytes per number, for the time of the `with`
     block: products are the same, and need not decode."""
-    weights = [module for module in model.modules() if isinstance(module, CodedMatrix)]
+    weights = [module for module in model.modules() if isinstance(module, AnyCodes)]
     for weight in weights:
         vars(weight)["forward"] = partial(_product, weight, _values(weight), _rows(weight))
     try:
@@ -29,7 +29,7 @@ def decoded_once(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _values(weight: CodedMatrix) -> Tensor:
+def _values(weight: AnyCodes) -> Tensor:
     """The matrix `[out, groups, group]` with scales of one, fp32."""
     scales = weight.scales
     weight.scales = nn.Parameter(torch.ones_like(scales, dtype=torch.float32))
@@ -39,7 +39,7 @@ def _values(weight: CodedMatrix) -> Tensor:
         weight.scales = scales
 
 
-def _rows(weight: CodedMatrix) -> Tensor | None:
+def _rows(weight: AnyCodes) -> Tensor | None:
     """Which row each row of scales is of, where some rows have none or they are in another order."""
     if isinstance(weight, QuantizedWeight):
         return None
@@ -47,7 +47,7 @@ def _rows(weight: CodedMatrix) -> Tensor | None:
 
 
 def _product(
-    weight: CodedMatrix, values: Tensor, rows: Tensor | None, inputs: Tensor, *, transposed: bool = False
+    weight: AnyCodes, values: Tensor, rows: Tensor | None, inputs: Tensor, *, transposed: bool = False
 ) -> Tensor:
     """`[tokens, in]` → `[tokens, out]`, or `transposed` `[tokens, out]` → `[tokens, in]`."""
     scales: Tensor = weight.scales
@@ -55,9 +55,3 @@ def _product(
         scales = scales.new_zeros(weight.shape[0], scales.shape[1]).index_copy(0, rows, scales)
     matrix = (values.to(inputs.dtype) * scales.to(inputs.dtype).unsqueeze(2)).view(weight.shape)
     return inputs @ matrix if transposed else F.linear(inputs, matrix)
-
-
-def decoded_bytes(model: nn.Module) -> int:
-    """Bytes that `decoded_once` holds."""
-    shapes = [module.shape for module in model.modules() if isinstance(module, CodedMatrix)]
-    return 4 * sum(rows * columns for rows, columns in shapes)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moetool.repair.decoded import decoded_once
 from moetool.representations import parse_representation
+from moetool.representations.decoded_once import decoded_once
 
 FORMS = (
     "quantised:2:8",
