@@ -16,10 +16,8 @@ SHORT = ("--samples", 8, "--sequence-length", 32, "--held-out", 4, "--batch-size
 MORE = {"d2moe": ("--learning-rate", 0.002), "reap": ("--learning-rate", 0.005, "--train", "all")}
 MADE = {
     "quantize": ("--bits", 2, "--group-size", 16),
-    "hybrid": ("--ratio", 0.7, "--group-size", 16),
     "d2moe": ("--ratio", 0.4),
     "reap": ("--experts", 3),
-    "ders-sparsify": ("--drop", 0.8),
 }
 
 
@@ -54,7 +52,7 @@ def layout(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
 def test_it_comes_nearer_in_the_same_layout(
     method: str, compress: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path, tokens: Tensor
 ) -> None:
-    text = () if method == "ders-sparsify" else ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
+    text = ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
     source = compress(tiny_mixtral, "--method", method, *MADE[method], *text).path
     output, told = repaired(source, "--steps", 16, *MORE.get(method, ("--learning-rate", 0.02)))
     assert layout(output) == layout(source)
