@@ -23,7 +23,7 @@ from moetool.compiled import forms
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "many.cpp", "trellis.cpp")]
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_SECONDS = 60  # that a compiler may take; it takes about ten
+_SECONDS = 300  # that a compiler may take; it takes about 15 of processor time
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 _VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles and loads is taken
