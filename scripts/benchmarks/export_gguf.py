@@ -114,12 +114,16 @@ def compared(predicted: Iterator[torch.Tensor], windows: torch.Tensor, reference
     return {"nll": loss(watched(), windows), "kl": sum(divergences) / len(divergences)}
 
 
-def quantized(file: Path, number: str, *, imatrix: Path | None = None, types: Path | None = None) -> Path:
+def quantized(
+    file: Path, number: str, *, imatrix: Path | None = None, types: Path | None = None, wide_ends: bool = False
+) -> Path:
     """The file as `llama-quantize [--imatrix IMATRIX] [--tensor-type-file TYPES] FILE RESULT NUMBER` writes it; it
     takes the place of the first."""
     result = file.with_name("quantized.gguf")
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{number}"), 1
+    if wide_ends:  # head and embeddings in Q8_0
+        settings.output_tensor_type = settings.token_embedding_type = int(gguf.GGMLQuantizationType.Q8_0)
     means = {} if imatrix is None else importance(imatrix)
     if means:
         entries = [(name.encode(), mean.ctypes.data_as(FLOATS), mean.size) for name, mean in means.items()]

@@ -1,0 +1,133 @@
+"""What llama.cpp's types lose when moetool chooses their codes on a text, and when llama.cpp's quantizer does.
+
+    python scripts/benchmarks/gguf_codes.py MODEL --calibration VALID.txt --tests home=TEST.txt perldoc=PERL.txt
+        --work DIR
+
+Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. All files are run by
+llama.cpp, and compared with an F16 file that is run by llama.cpp. Its quantizer is given the mean squared inputs of the
+same text (an importance matrix), or nothing; head and embeddings are Q8_0 in all files. A run that was stopped goes on
+where it was.
+"""
+
+import argparse
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _common import Kept, made_by, publish
+from export_gguf import compared, llama_cpp_logits, quantized
+from other_text import named, own_tests
+
+from moetool.calibration.windows import evaluation_windows, load_tokenizer
+from moetool.format.gguf import IMATRIX, MODEL
+from moetool.job.execute import run_stage
+from moetool.stages import stages
+
+# llama.cpp's mixture, and the types of ours, of all tensors and of the experts, that come next to its size from below.
+PAIRS = {"Q2_K": ("q8_0", "q2_k"), "Q3_K_M": ("q6_k", "q3_k"), "Q4_K_M": ("q6_k", "q4_k"), "IQ4_XS": ("q6_k", "iq4_xs")}
+
+
+class Doors:
+    """One model through both quantizers, measured on windows of several texts.
+
+    Args:
+        model: its directory.
+        windows: of each text, `[windows, length]`.
+        options: of the command line.
+    """
+
+    def __init__(self, model: Path, windows: Mapping[str, torch.Tensor], options: argparse.Namespace) -> None:
+        self.model, self.windows, self.options = model, windows, options
+        self._plain = self._exported("f16", {"type": "f16"}, text=True)
+        for name, own in windows.items():
+            if not self._reference(name).exists():
+                np.save(self._reference(name), np.stack([found.half() for found in llama_cpp_logits(self._plain, own)]))
+
+    def _reference(self, name: str) -> Path:
+        return self.options.work / f"{name}.npy"
+
+    def _exported(self, name: str, types: Mapping[str, str], *, text: bool) -> Path:
+        """Export the model, and return its GGUF file."""
+        target, kind = self.options.work / name, stages()["gguf"]
+        given = {"calibration": self.options.calibration, "samples": self.options.samples} if text else {}
+        options = kind.options_type(**types, **given, **({"sequence_length": self.options.length} if text else {}))
+        if not (target / MODEL).exists():
+            run_stage(kind, self.model, target, options, overwrite=True)
+        return target / MODEL
+
+    def measured(self, file: Path, began: float) -> dict[str, Any]:
+        """Bytes of a file, seconds since it was begun, and what it loses by text."""
+        seconds = time.monotonic() - began
+        found = {
+            name: compared(llama_cpp_logits(file, own), own, self._reference(name))
+            for name, own in self.windows.items()
+        }
+        return {
+            "bytes": file.stat().st_size,
+            "seconds": seconds,
+            "kl": {name: one["kl"] for name, one in found.items()},
+        }
+
+    def ours(self, number: str) -> dict[str, Any]:
+        """The model in our codes of the types that stand beside one of llama.cpp's mixtures."""
+        began, (rest, experts) = time.monotonic(), PAIRS[number]
+        return self.measured(self._exported(number, {"type": rest, "experts_type": experts}, text=True), began)
+
+    def theirs(self, number: str, *, told: bool) -> dict[str, Any]:
+        """The same by llama.cpp's quantizer, told what was measured on the text or not."""
+        began, file = time.monotonic(), self.options.work / f"llama-{number}.gguf"
+        file.write_bytes(self._plain.read_bytes())
+        imatrix = self._plain.with_name(IMATRIX) if told else None
+        return self.measured(quantized(file, number, imatrix=imatrix, wide_ends=True), began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--tests", nargs="+", required=True, metavar="NAME=DATA")
+    parser.add_argument("--types", nargs="+", default=list(PAIRS), choices=list(PAIRS))
+    parser.add_argument("--windows", type=int, default=32, help="of every test")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    tests = named(options.tests) | {"code": own_tests(options.work)["code"]}
+    tokenizer, kept = load_tokenizer(options.model), Kept(options.work / "doors.jsonl")
+    windows = {
+        name: evaluation_windows(data, tokenizer, sequence_length=options.length, limit=options.windows, bos="never")
+        for name, data in tests.items()
+    }
+    doors = Doors(options.model, windows, options)
+    lines = [f"| | MB | s | {' | '.join(tests)} |", "|---" * (len(tests) + 3) + "|"]
+    for number in options.types:
+        rest, experts = PAIRS[number]
+        made = {
+            f"llama.cpp, {number}": kept.get(number, partial(doors.theirs, number, told=False)),
+            f"llama.cpp, {number}, importance": kept.get(f"{number} told", partial(doors.theirs, number, told=True)),
+            f"moetool, `--type {rest} --experts-type {experts}`": kept.get(
+                f"ours {number}", partial(doors.ours, number)
+            ),
+        }
+        for name, found in made.items():
+            losses = " | ".join(f"{1000 * loss:.2f}" for loss in found["kl"].values())
+            lines.append(f"| {name} | {found['bytes'] / 1e6:.2f} | {found['seconds']:.0f} | {losses} |")
+        *_, told, own = made.values()
+        shares = " | ".join(f"{own['kl'][name] / told['kl'][name]:.2f}" for name in tests)
+        lines.append(f"| of what llama.cpp with importance loses | {own['bytes'] / told['bytes']:.3f} | | {shares} |")
+        print(*lines[-4:], sep="\n", flush=True)
+    command = (
+        "python scripts/benchmarks/gguf_codes.py MODEL --calibration VALID --tests home=TEST perldoc=PERL --work DIR"
+    )
+    publish([made_by(command), "", *lines], options.output)
+
+
+if __name__ == "__main__":
+    main()
