@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.methods.auto import AutoOptions
@@ -27,6 +28,13 @@ _BEST = 0.8  # share saved from which on `--effort best` is worth its time
 # Share saved and KL divergence in thousandths of a nat, the least and the most over texts, of `auto` (of `hybrid` at
 # 75 %, with `--effort best` at 85 %) on a Mixtral of 20.7 M parameters: scripts/benchmarks/results/other_text.md.
 _MEASURED = ((0.4, 0.01, 0.01), (0.6, 0.10, 0.10), (0.75, 0.58, 1.25), (0.8, 1.81, 3.84), (0.85, 0.89, 4.10))
+
+# llama.cpp's types of a file and of its experts, those first that lose least.
+_TYPES = (
+    ("q8_0", "q8_0"),
+    ("q6_k", "q6_k"),
+    *(("q6_k", experts) for experts in ("q5_k", "q4_k", "iq4_xs", "q3_k", "q2_k")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +102,31 @@ def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -
     )
     if found.bytes <= room:
         return found
-    bits = 8 * room / counts["total"]
-    found = replace(found, ratio=1 - room / original_bytes(source), bits=bits)
+    found = replace(found, ratio=1 - room / original_bytes(source), bits=8 * room / counts["total"])
     if engine == "llama.cpp":
-        return replace(found, commands=[_exported(found.model, bits)])
+        return _exported(found)
     return _compressed(found)
 
 
-def _exported(model: str, bits: float) -> Sequence[str]:
-    wanted = f"{int(bits * 100) / 100:g}"
-    options = ("--format", "gguf", "--calibration", "bundled", "--target-bpw", wanted)
-    return ("export", model, f"{Path(model).name}-gguf", *options)
+def _exported(found: Recommendation) -> Recommendation:
+    """With the export whose types lose least of those that fit."""
+    kind, smallest = stages()["gguf"], 0
+    for rest, experts in _TYPES:
+        options = kind.options_type.model_validate({"type": rest, "experts_type": experts, "calibration": BUNDLED})
+        plan = plan_stage(kind, found.model, options)
+        if (smallest := plan.output_bytes) <= found.weights:
+            types = ("--type", rest, *(() if experts == rest else ("--experts-type", experts)))
+            command = ("export", found.model, f"{Path(found.model).name}-gguf", "--format", "gguf", *types)
+            return replace(
+                found,
+                commands=[(*command, "--calibration", BUNDLED)],
+                seconds=estimate(plan, options, Path()).seconds,
+                peak_memory_bytes=plan.memory_bytes,
+            )
+    raise UsageError(
+        f"{format_bytes(found.weights)} for weights: in llama.cpp's types it takes {format_bytes(smallest)} at the "
+        "least. With fewer experts (compress --method reap) it gets smaller still."
+    )
 
 
 def _compressed(found: Recommendation) -> Recommendation:
