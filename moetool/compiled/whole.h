@@ -97,36 +97,49 @@ template <class V, Form F> static inline void read(const Operand& m, long q, lon
       for (int side = 0; side < 2; side++) out[j][side] = codes >> (8 * side + j * bits(F));
   }
 }
-// y[row] += M[row] · x for the rows that belong to q.
-template <class V, Form F>
-static inline void whole_dot(const Operand m, const typename V::Table& table, float unit, long q, const Whole x, long block, float* y) {
+// y[row] += M[row] · x for the rows that belong to q and N tokens, which share what is looked up. Their numbers are those
+// of each alone.
+template <class V, Form F, int N>
+static inline void whole_dot(const Operand m, const typename V::Table& table, float unit, long q, const Whole* const* x,
+                             long block, float* const* y) {
   constexpr int P = together(F);
   const long groups = m.columns / m.group, each = m.group / block;
-  typename V::Sums sums[P] = {};
+  typename V::Sums sums[N][P] = {};
   for (long g = 0, b = 0; g < groups; g++) {
     float s[P];
     for (int j = 0; j < P; j++) s[j] = unit * scale(m, own_row<F>(m, q, j) * groups + g);
     for (const long stop = b + each; b < stop; b++) {
-      typename V::Ints part[P] = {};
+      typename V::Ints part[N][P] = {};
       for (long i = b * block; i < (b + 1) * block; i += V::COLUMNS) {
-        const typename V::Words inputs[2] = {V::load(x.words + i), V::load(x.words + i + V::COLUMNS / 2)};
-        typename V::Words codes[P][2];
+        typename V::Words inputs[N][2], codes[P][2];
+        for (int n = 0; n < N; n++)
+          for (int side = 0; side < 2; side++) inputs[n][side] = V::load(x[n]->words + i + side * (V::COLUMNS / 2));
         read<V, F>(m, q, i, codes);
         for (int j = 0; j < P; j++)
-          for (int side = 0; side < 2; side++) part[j] = V::add(part[j], V::look(table, codes[j][side]), inputs[side]);
+          for (int side = 0; side < 2; side++) {
+            const auto levels = V::look(table, codes[j][side]);
+            for (int n = 0; n < N; n++) part[n][j] = V::add(part[n][j], levels, inputs[n][side]);
+          }
       }
-      for (int j = 0; j < P; j++) sums[j] += __builtin_convertvector(part[j], typename V::Sums) * (s[j] * x.scales[b]);
+      for (int n = 0; n < N; n++)
+        for (int j = 0; j < P; j++)
+          sums[n][j] += __builtin_convertvector(part[n][j], typename V::Sums) * (s[j] * x[n]->scales[b]);
     }
   }
-  for (int j = 0; j < P; j++) y[place(m, own_row<F>(m, q, j))] += V::total(sums[j]);
+  for (int n = 0; n < N; n++)
+    for (int j = 0; j < P; j++) y[n][place(m, own_row<F>(m, q, j))] += V::total(sums[n][j]);
 }
 template <class V, Form F>
 static void whole_dots(const Operand& m, long begin, long end, long block, int tokens, const Whole* const* x, float* const* y) {
   const Levels& levels = levels_of<F>(m);
   const typename V::Table table = V::table(levels.words);
   constexpr int calls = together(F) / served(F);  // pieces are cut in those of `decode`
-  for (long q = begin / calls; q < end / calls; q++)
-    for (int n = 0; n < tokens; n++) whole_dot<V, F>(m, table, levels.unit, q, *x[n], block, y[n]);
+  for (long q = begin / calls; q < end / calls; q++) {
+    int n = 0;
+    for (; n + 4 <= tokens; n += 4) whole_dot<V, F, 4>(m, table, levels.unit, q, x + n, block, y + n);
+    for (; n + 2 <= tokens; n += 2) whole_dot<V, F, 2>(m, table, levels.unit, q, x + n, block, y + n);
+    for (; n < tokens; n++) whole_dot<V, F, 1>(m, table, levels.unit, q, x + n, block, y + n);
+  }
 }
 static void whole_dots(const Operand& m, long begin, long end, int tokens, const Whole* const* x, float* const* y) {
   const long block = FINEST << block_of(m);

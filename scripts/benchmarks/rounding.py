@@ -1,6 +1,7 @@
-"""Products of one token with codes, the token rounded to whole numbers or not: what that saves, and what it costs.
+"""Products of a token or a few with codes, the token rounded to whole numbers or not: what that saves, and what it costs.
 
-    python scripts/benchmarks/rounding.py [--threads 2] [--original DIR --text FILE.txt --models DIR …] [--output FILE]
+    python scripts/benchmarks/rounding.py [--threads 2] [--tokens 4] [--original DIR --text FILE.txt --models DIR …]
+        [--output FILE]
 
 Matrices are random. Both ways take turns, through copies of a matrix that are more than a cache holds; the least time
 of each counts, with one thread that of the processor, which other programs prolong less. Bandwidth is that of a copy,
@@ -38,7 +39,7 @@ def timer(threads: int) -> Callable[[], float]:
     return time.process_time if threads == 1 else time.perf_counter
 
 
-def speed_rows(threads: int) -> list[str]:
+def speed_rows(threads: int, tokens: int) -> list[str]:
     """A line for every shape and number of bits."""
     clock, source = timer(threads), torch.rand(COPIED)
     target, lines = torch.empty_like(source), []
@@ -47,7 +48,7 @@ def speed_rows(threads: int) -> list[str]:
         count = min(64, max(2, 8 * CACHE // (bits * shape[0] * shape[1])))
         stored = store(spec, shape, count, torch.device("cpu"))
         size = sum(tensor.nbytes for tensor in (*stored.weights[0].parameters(), *stored.weights[0].buffers()))
-        inputs, chosen = torch.randn(1, shape[1]), torch.zeros(1, dtype=torch.int64)
+        inputs, chosen = torch.randn(tokens, shape[1]), torch.zeros(tokens, dtype=torch.int64)
 
         def go(tables: list = stored.tables, chosen: Tensor = chosen, inputs: Tensor = inputs) -> float:
             start = clock()
@@ -99,6 +100,7 @@ def price_rows(original: Path, models: list[Path], text: Path, windows: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=1, help="that meet a matrix together")
     parser.add_argument("--no-speed", action="store_true", help="the price alone")
     parser.add_argument("--original", type=Path, help="what the models were compressed from")
     parser.add_argument("--models", nargs="*", type=Path, default=[], help="compressed models")
@@ -116,7 +118,7 @@ def main() -> None:
             "",
             "| out × in | bits | exact, µs | rounded, µs | times as fast | exact, GB/s | rounded | a copy | share |",
             "|---|---|---|---|---|---|---|---|---|",
-            *speed_rows(options.threads),
+            *speed_rows(options.threads, options.tokens),
             "",
         ]
     if options.models:
