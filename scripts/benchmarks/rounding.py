@@ -1,4 +1,4 @@
-"""Products of a token or a few with codes, the token rounded to whole numbers or not: what that saves, and what it costs.
+"""Products of a token or a few with codes, rounded to whole numbers or not: what that saves, and what it costs.
 
     python scripts/benchmarks/rounding.py [--threads 2] [--tokens 4] [--original DIR --text FILE.txt --models DIR …]
         [--output FILE]
