@@ -101,10 +101,12 @@ def assert_around_is_kept(small: Path, model: Path) -> None:
 
 
 @each_structure
-def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
+def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path) -> None:
     made = run_cli("compress", model, tmp_path / "codes", "--method", "quantize", "--bits", 4, *calibration)
     assert made.code == 0, made.stderr
     assert run_cli("verify", tmp_path / "codes", "--against", model).code == 0
+    assert run_cli("export", tmp_path / "codes", tmp_path / "dense").code == 0
+    assert_close(logits(tmp_path / "dense", tokens), logits(tmp_path / "codes", tokens), 2e-5)
 
 
 @each_structure
