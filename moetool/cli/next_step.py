@@ -9,7 +9,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetool.calibration.data import parse_data
+from moetool.calibration.data import BUNDLED, parse_data
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
@@ -47,6 +47,9 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", given)
         return f"{seen}    # what it was calibrated on: it loses more on other text"
+    if command == "compress":
+        seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
+        return f"{seen}    # what it lost, by kind of text"
     return line("generate", made, PROMPT)
 
 

@@ -150,6 +150,12 @@ def test_rates_in_words() -> None:
     assert said(0, None) == ", memory 1.0 kB, at most 1.0 kB"
 
 
+def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:
+    result = Result(stage="auto", input="in", output="made", seconds=1.0, peak_memory_bytes=1, details=Details())
+    said = after_stage("compress", result, CalibrationOptions())
+    assert said.partition("    #")[0].endswith("eval made --data bundled --windows 8 --against in")
+
+
 def test_a_heart_beats_while_one_unit_takes_long() -> None:
     came, beats = threading.Event(), list[tuple[int, int]]()
 
