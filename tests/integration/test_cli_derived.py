@@ -109,7 +109,7 @@ def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tokens: to
     assert_close(logits(tmp_path / "dense", tokens), logits(tmp_path / "codes", tokens), 2e-5)
 
 
-@each_structure
+@pytest.mark.parametrize("model", STRUCTURES, indirect=True, scope="module")
 def test_in_sixteen_bits_it_is_saved_again_and_generates_with_padding(
     run_cli: Any, save_model: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
