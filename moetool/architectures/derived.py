@@ -274,7 +274,7 @@ class _Derivation:
         return found
 
     def _routes_by_one_matrix(self) -> bool:
-        """Whether the router has one matrix alone."""
+        """Whether the router's parameters are one matrix of several rows, and vectors."""
         parameters = self._router()[1].parameters()
         return sum(parameter.ndim == 2 and len(parameter) > 1 for parameter in parameters) == 1
 

@@ -45,7 +45,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     if not trains or not _fits(_RUNNING * size):
         return line("report", made)
     if text is not None and command not in ("upcycle", "moefy"):
-        seen = line("eval", made, "--data", text, "--against", given)
+        seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
         return f"{seen}    # what it was calibrated on: it loses more on other text"
     if command == "compress":
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
@@ -54,7 +54,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
 
 
 def _filled(word: str, given: str, made: str) -> str:
-    """A word of `Stage.next_command` with its paths."""
+    """Fill the placeholders of a word of `Stage.next_command` with paths."""
     filled = word.format(input=given, output=made, new=made.rstrip("/"))
     return _free(filled) if "{new}" in word else filled
 

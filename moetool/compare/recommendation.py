@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.counting import parameter_counts
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.compress.methods.auto import AutoOptions
 from moetool.errors import UsageError
 from moetool.job.blueprint import open_for_planning
@@ -15,6 +18,7 @@ from moetool.job.estimate import estimate
 from moetool.job.execute import plan_stage
 from moetool.job.forecast import format_seconds
 from moetool.job.job import Source
+from moetool.job.options import Options
 from moetool.job.result import Printed
 from moetool.job.writing import original_bytes
 from moetool.stages import stages
@@ -35,6 +39,15 @@ _TYPES = (
     ("q6_k", "q6_k"),
     *(("q6_k", experts) for experts in ("q5_k", "q4_k", "iq4_xs", "q3_k", "q2_k")),
 )
+
+
+class RecommendOptions(Options):
+    """Options of `recommend`: the memory that there is, and the program that is to run the model."""
+
+    memory: ByteSize | None = Field(
+        None, description="Memory that it has to run in, e.g. 16GB [default: this machine's]."
+    )
+    engine: Engine = Field("transformers", description="What is to run it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +117,16 @@ def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -
         return found
     found = replace(found, ratio=1 - room / original_bytes(source), bits=8 * room / counts["total"])
     if engine == "llama.cpp":
-        return _exported(found)
-    return _compressed(found)
+        return _exported(found, source.checkpoint)
+    return _compressed(found, source.checkpoint)
 
 
-def _exported(found: Recommendation) -> Recommendation:
+def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     """With the export whose types lose least of those that fit."""
     kind, smallest = stages()["gguf"], 0
     for rest, experts in _TYPES:
         options = kind.options_type.model_validate({"type": rest, "experts_type": experts, "calibration": BUNDLED})
-        plan = plan_stage(kind, found.model, options)
+        plan = plan_stage(kind, checkpoint, options)
         if (smallest := plan.output_bytes) <= found.weights:
             types = ("--type", rest, *(() if experts == rest else ("--experts-type", experts)))
             command = ("export", found.model, f"{Path(found.model).name}-gguf", "--format", "gguf", *types)
@@ -129,13 +142,13 @@ def _exported(found: Recommendation) -> Recommendation:
     )
 
 
-def _compressed(found: Recommendation) -> Recommendation:
+def _compressed(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     """With the command that compresses, and what it takes and loses."""
     assert found.ratio is not None
     is_best = found.ratio > _BEST and found.engine == "transformers"  # what the other does not take: 8-bit attention
     options = AutoOptions(size=found.weights, effort="best" if is_best else "normal")
     try:
-        plan = plan_stage(stages()["auto"], found.model, options)
+        plan = plan_stage(stages()["auto"], checkpoint, options)
     except UsageError as error:
         raise UsageError(f"{error} With fewer experts (compress --method reap) it gets smaller still.") from error
     took = estimate(plan, options, Path()).seconds
@@ -143,19 +156,19 @@ def _compressed(found: Recommendation) -> Recommendation:
     command = ("compress", found.model, output, "--size", size, *(("--effort", "best") if is_best else ()))
     return replace(
         found,
-        commands=[command, ("eval", output, "--data", "bundled", "--against", found.model)],
+        commands=[command, ("eval", output, "--data", BUNDLED, "--against", found.model)],
         seconds=took,
         peak_memory_bytes=plan.memory_bytes,
-        notes=[*_quicker(found, took), _expected(found.ratio)],
+        notes=[*_quicker(found, checkpoint, took), _expected(found.ratio)],
     )
 
 
-def _quicker(found: Recommendation, seconds: float | None) -> Sequence[str]:
+def _quicker(found: Recommendation, checkpoint: Checkpoint, seconds: float | None) -> Sequence[str]:
     """What a job of days takes with less text and in bfloat16."""
     if seconds is None or seconds < _LONG:
         return []
     options = AutoOptions(size=found.weights, effort="fast", compute_dtype="bfloat16")
-    quick = estimate(plan_stage(stages()["auto"], found.model, options), options, Path()).seconds
+    quick = estimate(plan_stage(stages()["auto"], checkpoint, options), options, Path()).seconds
     if quick is None:
         return []
     return [f"With --effort fast --compute-dtype bfloat16: about {format_seconds(quick)} on this machine."]

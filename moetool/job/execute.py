@@ -48,8 +48,9 @@ from moetool.runtime.memory import keep_few_programs, return_freed_memory
 _MEASURED = "measured"  # the last unit of what stages share
 
 
-def plan_stage(kind: type[AnyStage], source: str | Path, options: RunOptions) -> Plan:
-    """Plan a stage from file headers, or from `config.json` alone if there are no weights.
+def plan_stage(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> Plan:
+    """Plan a stage from file headers, or from `config.json` alone if there are no weights; from those of a checkpoint
+    that `open_for_planning` has opened if it is one.
 
     Nothing is written and no weights are downloaded.
     """
@@ -82,8 +83,8 @@ def dry_run(
     return plan, None if quicker is None else planned(kind(stage.source, quicker))
 
 
-def _for_planning(kind: type[AnyStage], source: str | Path, options: RunOptions) -> AnyStage:
-    opened = kind.source_type.of(open_for_planning(source))
+def _for_planning(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> AnyStage:
+    opened = kind.source_type.of(source if isinstance(source, Checkpoint) else open_for_planning(source))
     check_records(opened)
     return kind(opened, options)
 

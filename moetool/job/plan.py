@@ -186,4 +186,10 @@ def experts_at_once(memory: LayerMemory, options: RunOptions) -> int:
         return memory.experts
     if kept is not None:
         return min(kept, memory.experts)
-    return memory.at_once(int(USABLE * total_bytes()) if options.memory is None else options.memory)
+    return memory.at_once(usable_bytes(options))
+
+
+def usable_bytes(options: RunOptions) -> int:
+    """Bytes that a job goes by where memory decides how it computes: `--memory`, by default the share `USABLE` of the
+    machine's. What is free at the moment has no say, so that two runs of one command compute alike."""
+    return int(USABLE * total_bytes()) if options.memory is None else options.memory

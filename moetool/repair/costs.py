@@ -2,7 +2,6 @@
 
 import math
 
-from moetool.architectures.base import whole_number
 from moetool.costs.building_blocks import calibration_backward, calibration_forward, moe_size, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import WRITE, Phase, Phases
@@ -23,7 +22,7 @@ def trained_numbers(source: Source, train: str) -> int:
     embeddings and experts in full."""
     tensors, reader = source.checkpoint.tensors, source.experts
     native = {layer for layer in reader.moe_layers if reader.layout(layer).is_native}
-    full = tuple(f"{reader.architecture.experts_prefix(layer)}" for layer in native)
+    full = tuple(reader.architecture.experts_prefix(layer) for layer in native)
     return sum(
         math.prod(info.shape)
         for name, info in tensors.items()
@@ -40,16 +39,14 @@ def noted_bytes(windows: int, length: int, k: int) -> int:
 
 def activation_bytes(source: Source, tokens: int) -> int:
     """Bytes of what is kept of a batch on its way through all layers, and of one layer on the way back."""
-    width = whole_number(source.checkpoint.settings, "hidden_size") or 0
-    return 4 * tokens * width * (2 * source.architecture.layers + _KEPT)
+    return 4 * tokens * source.architecture.hidden * (2 * source.architecture.layers + _KEPT)
 
 
 def decoded_size(source: Source) -> int:
     """Bytes of all experts that are not stored in numbers, in fp32."""
     reader = source.experts
     coded = [layer for layer in reader.moe_layers if not reader.layout(layer).is_native]
-    rows = sum(math.prod(reader.shape.matrix(role)) for role in reader.shape.roles)
-    return 4 * len(coded) * rows * (reader.shape.experts + 1)
+    return 4 * len(coded) * reader.shape.expert_parameters * (reader.shape.experts + 1)
 
 
 def repair_phases(source: Source, original: Source, options: RepairOptions, windows: int) -> Phases:

@@ -22,7 +22,7 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions
-from moetool.job.plan import Plan
+from moetool.job.plan import Plan, usable_bytes
 from moetool.job.progress import phase
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
@@ -42,7 +42,6 @@ from moetool.repair.options import RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.texts import Texts, draw_texts
 from moetool.runtime.loading import loading_memory
-from moetool.runtime.memory import free_bytes
 
 _BASELINE = 600_000_000  # bytes of Python and its libraries
 # What a model and the one that it was made of have in common, whatever became of its experts.
@@ -80,19 +79,28 @@ class Repair(Stage[RepairOptions]):
     def _windows(self) -> int:
         return self.options.samples + 2 * self.options.held_out
 
+    @property
+    def _vocabulary(self) -> int:
+        return whole_number(self.source.checkpoint.settings, "vocab_size") or 0
+
+    @property
+    def _noted(self) -> int:
+        """Bytes of the original's predictions of all windows."""
+        options = self.options
+        return noted_bytes(self._windows, options.sequence_length, min(options.top_logits, self._vocabulary))
+
+    @cached_property
     def _memory(self) -> tuple[int, int, bool]:
-        """Bytes of memory while the original predicts and while the model is trained, and whether codes can then be
-        held decoded."""
-        options, vocabulary = self.options, whole_number(self.source.checkpoint.settings, "vocab_size") or 0
-        logits = 4 * options.batch_size * options.sequence_length * vocabulary
-        noted = noted_bytes(self._windows, options.sequence_length, min(options.top_logits, vocabulary))
-        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * noted
+        """Bytes of memory while the original predicts and while the model is trained, and whether codes are then held
+        decoded. They round otherwise if they are, so plan and run go by one answer."""
+        options = self.options
+        logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
+        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * self._noted
         second = loading_memory(self.source.checkpoint, torch.float32).needed + 5 * logits
         second += activation_bytes(self.source, options.batch_size * options.sequence_length)
         second += TRAINED_BYTES * trained_numbers(self.source, options.train)
         decoded = decoded_size(self.source)
-        available = free_bytes() if options.memory is None else options.memory
-        holds = _BASELINE + second + decoded <= available
+        holds = _BASELINE + second + decoded <= usable_bytes(options)
         return _BASELINE + first, _BASELINE + second + decoded * holds, holds
 
     def plan(self) -> Plan:
@@ -104,9 +112,7 @@ class Repair(Stage[RepairOptions]):
             )
         _check_kin(self._original, source)
         output = self._output_plan()
-        vocabulary = whole_number(source.settings, "vocab_size") or 0
-        noted = noted_bytes(self._windows, options.sequence_length, min(options.top_logits, vocabulary))
-        first, second, holds = self._memory()
+        first, second, holds = self._memory
         details: dict[str, Json] = {
             "original": options.to,
             "original_memory_bytes": first,
@@ -117,12 +123,12 @@ class Repair(Stage[RepairOptions]):
             stage=self.name,
             input_bytes=source.weight_bytes + self._original.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=noted,
+            scratch_bytes=self._noted,
             memory_bytes=max(first, second),
             phases=repair_phases(self.source, Source.of(self._original), options, self._windows),
             details=details,
-            advice="Original and model are in memory one after the other, each whole in float32: --memory cannot make "
-            "that less. A smaller --batch-size needs a little less.",
+            advice="Original and model are in memory one after the other, each whole in float32. A --memory in which "
+            "codes cannot be held decoded, or a smaller --batch-size, needs less.",
         )
 
     def run(self, job: Job) -> RepairResult:
@@ -147,7 +153,7 @@ class Repair(Stage[RepairOptions]):
         if job.unit("train"):
             recompute_activations(model)
             with ExitStack() as stack:
-                if self._memory()[2]:
+                if self._memory[2]:
                     stack.enter_context(decoded_once(model))
                 training = Distilling(model, parameters, texts, NotedFile(noted), options, self.source.dtype)
                 outcome = training.run(job.progress, job.interrupt)

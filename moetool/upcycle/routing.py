@@ -73,14 +73,10 @@ class RoutedConversion(Conversion[RoutedT]):
         return int(self.options.experts)
 
     @property
-    def centers(self) -> bool:
+    def measures(self) -> bool:
         """Whether routers are fitted to a text, which they are by default if one is given."""
         asked = self.options.center_router
         return self.options.calibration is not None if asked is None else asked
-
-    @property
-    def measures(self) -> bool:
-        return self.centers
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -99,7 +95,7 @@ class RoutedConversion(Conversion[RoutedT]):
         To center them, the calibration text runs through the dense model, and rows are fitted to its FFNs' inputs.
         """
         fresh = self.fresh()
-        if not self.centers:
+        if not self.measures:
             return StartingRows(fresh)
         from moetool.convert.inputs import InputMoments, watched_inputs
 

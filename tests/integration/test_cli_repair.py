@@ -92,6 +92,16 @@ def test_the_same_seed_gives_the_same_bytes(repaired: Any, small: Path) -> None:
     assert {name for name, data in contents(small).items() if name in weights[0] and data != weights[0][name]}
 
 
+def test_memory_that_is_free_does_not_decide_how_codes_are_held(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results would differ with it."""
+    words = ("repair", small, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT, "--dry-run")
+    monkeypatch.setattr("moetool.runtime.memory.free_bytes", lambda *_: 1)
+    assert run_cli(*words, "--json").json["codes"] == "decoded once"
+    assert run_cli(*words, "--memory", 1000, "--json").json["codes"].startswith("decoded in every step")
+
+
 def test_codes_need_not_be_held_decoded(repaired: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = repaired(small, "--steps", 2, name="one")
     monkeypatch.setattr("moetool.repair.stage.decoded_size", lambda source: 1 << 60)

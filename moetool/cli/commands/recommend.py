@@ -1,30 +1,27 @@
-"""`moetool recommend`."""
+"""Command line of `moetool recommend`."""
 
 from typing import Annotated
 
 import typer
 
-from moetool.checkpoint.sizes import format_bytes, format_change, parse_bytes
+from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, print_fields, print_json
-from moetool.cli.generate import builder
-from moetool.compare.recommendation import Engine, Recommendation, recommend
-from moetool.errors import UsageError
+from moetool.cli.generate import build_options, builder
+from moetool.compare.recommendation import Recommendation, RecommendOptions, recommend
 from moetool.job.forecast import format_seconds
 from moetool.runtime.memory import total_bytes
 
 
-@builder()
+@builder(RecommendOptions)
 def build(
     model: Annotated[str, typer.Argument(help="An MoE model: a directory, its config.json alone, or a hub id.")],
-    memory: Annotated[
-        str | None, typer.Option(help="Memory that it has to run in, e.g. 16GB [default: this machine's].")
-    ] = None,
-    engine: Annotated[Engine, typer.Option(help="What is to run it.")] = "transformers",
     json: AsJson = False,
+    **typed: object,
 ) -> None:
-    """The command."""
-    result = recommend(model, total_bytes() if memory is None else _bytes(memory), engine)
+    """Run `moetool recommend`."""
+    options = build_options(RecommendOptions, typed)
+    result = recommend(model, options.memory or total_bytes(), options.engine)
     if json:
         print_json(result.to_json())
         return
@@ -33,15 +30,6 @@ def build(
         next_step.tell(next_step.line(*result.commands[0], "--dry-run"))
     else:
         next_step.tell(next_step.line("generate", model, next_step.PROMPT))
-
-
-def _bytes(memory: str) -> int:
-    try:
-        size = parse_bytes(memory)
-    except ValueError as error:
-        raise UsageError(f"--memory: {error}") from error
-    assert isinstance(size, int)
-    return size
 
 
 def _print(result: Recommendation) -> None:

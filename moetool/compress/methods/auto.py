@@ -83,7 +83,7 @@ class AutoOptions(MixingOptions):
     @model_validator(mode="before")
     @classmethod
     def _of_effort(cls, given: object) -> object:
-        """What is given, over what its effort stands for."""
+        """Add the options that `effort` stands for; those that are given as well take precedence."""
         if not isinstance(given, Mapping):
             return given
         effort = given.get("effort")

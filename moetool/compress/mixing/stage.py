@@ -190,7 +190,7 @@ class MixingStage(Stage[MixingOptionsT]):
         )
 
     def budget_details(self) -> Mapping[str, Json]:
-        """Fields of the plan on the budget."""
+        """Fields of `--dry-run` that say what the budget allows: the smallest size in bytes, and bits per number."""
         bits = next(iter(self.average_bits.values()))
         return {"smallest_possible_bytes": self.smallest, "bits_per_number": round(bits, 2)}
 

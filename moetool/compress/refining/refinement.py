@@ -54,7 +54,7 @@ class MovingExperts(ABC, Generic[RefinableT]):
     @property
     @abstractmethod
     def can_move(self) -> bool:
-        """Whether any stored tensor can be fitted by gradients."""
+        """Whether the stored experts have a tensor of floating point numbers that gradients can fit."""
 
     @abstractmethod
     def matrices(self, expert: int) -> ExpertMatrices:

@@ -93,7 +93,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     @cached_property
     def _coded(self) -> list[GgufTensor]:
-        """Tensors whose codes are chosen on the text."""
+        """Tensors of decoder layers in quantized types, whose codes are chosen on the calibration text."""
         if self._text is None:
             return []
         return [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES and layer_of(tensor.name) >= 0]

@@ -43,7 +43,7 @@ class Blocked:
 
     @property
     def groups_per_block(self) -> int:
-        """Groups that share a `d`."""
+        """Number of groups of a block, which share its `d` and `dmin`."""
         return self.kind.numbers // self.kind.group
 
     def scale(self) -> Tensor:
@@ -51,7 +51,7 @@ class Blocked:
         return self.d.repeat_interleave(self.groups_per_block, 0) * self.scales
 
     def minimum(self) -> Tensor:
-        """`[groups, out]`: what is subtracted then."""
+        """`[groups, out]`: what is subtracted from a level times its scale."""
         return self.dmin.repeat_interleave(self.groups_per_block, 0) * self.minima
 
     def decoded(self) -> Tensor:
@@ -103,12 +103,12 @@ def _between(kind: BlockType, places: Tensor) -> Tensor:
 
 
 def inverse(numbers: Tensor) -> Tensor:
-    """1 / x, and 0 for 0."""
+    """Compute 1 / x of every number, and 0 where x is 0."""
     return torch.where(numbers == 0, 0, 1 / torch.where(numbers == 0, 1, numbers))
 
 
 def fp16(numbers: Tensor) -> Tensor:
-    """Round fp32 to what fp16 holds."""
+    """Round fp32 numbers to the nearest that fp16 holds, those beyond its range to its largest."""
     return numbers.clamp(-_LARGEST, _LARGEST).half().float()
 
 

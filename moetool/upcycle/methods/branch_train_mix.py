@@ -198,8 +198,8 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         return replace(plan, input_bytes=plan.input_bytes + sum(more))
 
     @property
-    def centers(self) -> bool:
-        return super().centers if self.options.gate_mode == "random" else bool(self.options.center_router)
+    def measures(self) -> bool:
+        return super().measures if self.options.gate_mode == "random" else bool(self.options.center_router)
 
     def measuring(self) -> Phases:
         options, texts = self.options, len(self.specs)
