@@ -6,8 +6,7 @@ sum of the activations: `Σ_i G_i (B + Δ_i) h_i = B (Σ_i G_i h_i) + Σ_i Δ_i 
 (D²-MoE, Eq. 10). With the base inside every expert the model would be slower than the original.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,104 +14,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moetool.architectures import Role
-from moetool.architectures.fused_layout import PLAIN, FusedLayout, layout_of
-from moetool.architectures.shape import NORM, fused_name
-from moetool.format.layout import LayerLayout
 from moetool.kernels.held import Held, are_held
 from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.table import Table
-from moetool.representations.base import Weight, empty_parameter
+from moetool.representations.base import Weight
 from moetool.representations.operand import numbers
-from moetool.runtime.modules.fused import (
-    activated,
-    activation_between,
-    add_rows,
-    entering,
-    normed,
-    on_weighed_inputs,
-    without_tensors,
-)
+from moetool.runtime.modules.expert_tensors import ExpertTensors
+from moetool.runtime.modules.fused import activated, add_rows, normed, on_weighed_inputs
 from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
-from moetool.runtime.modules.offloading import below, loaded
-from moetool.runtime.modules.routed import RoutedExperts
+from moetool.runtime.modules.offloading import loaded
 
 
-class SharedBaseExperts(RoutedExperts):
-    """Experts of one layer as a shared base and one small delta per expert and matrix, or without a base.
-
-    Tensors keep their native names: `gate_up_proj` (`up_proj` without gates) and `down_proj` hold the base (leading
-    dimension 1), a placeholder if the base is stored in another form, or all experts where that group was left alone;
-    biases are every expert's own. `moetool.{expert}.{role}` holds the deltas, `moetool.base.{role}` a base that is not
-    dense.
-    """
-
-    moetool: nn.ModuleDict
-    base_channels: Tensor
-
-    def __init__(self, native: nn.Module, layout: LayerLayout) -> None:
-        """Build empty on the device and in the dtype of `native`, the fused experts module it replaces."""
-        super().__init__()
-        fused = entering(native)
-        dtype, device, shape = fused.dtype, fused.device, layout.shape
-        self.layout = layout
-        self.config = getattr(native, "config", None)
-        self.act_fn: Any = activation_between(native)
-        self.num_experts, self.hidden_dim, self.intermediate_dim = (
-            shape.experts,
-            shape.hidden,
-            shape.intermediate,
-        )
-        self._original = (without_tensors(native),)  # in a tuple, or it would be registered
-        self.native_layout = layout_of(native)
-        self._has_base = {role: layout.has_base(role) for role in shape.roles}
-        self._turns = {role: turn for role in shape.roles if (turn := layout.input_rotation(role)) is not None}
-        self._is_normed = hasattr(native, NORM)
-        if self._is_normed:
-            self.add_module(NORM, native.get_submodule(NORM))
-        for roles in shape.groups:
-            is_native = layout.weights[roles[0]] is None
-            rows, columns = shape.matrix(roles[0]) if is_native else layout.native_shape(roles[0])
-            count = shape.experts if is_native else 1
-            fused = empty_parameter((count, *self._lies(roles[0]).shape(len(roles) * rows, columns)), dtype, device)
-            if is_native or layout.has_dense_base(roles[0]):
-                self.register_parameter(fused_name(roles), fused)
-            else:  # no parameter: nothing is to train a placeholder, or adapt it
-                self.register_buffer(fused_name(roles), fused.detach())
-            if roles[0] in shape.biases:
-                bias = empty_parameter((shape.experts, len(roles) * shape.matrix(roles[0])[0]), dtype, device)
-                setattr(self, f"{fused_name(roles)}_bias", bias)
-        if layout.is_pruned:
-            self.register_buffer("base_channels", torch.zeros(layout.base_channels, dtype=torch.int32, device=device))
-            self.index_limits = {"base_channels": self.intermediate_dim}
-        self.moetool = nn.ModuleDict({str(expert): nn.ModuleDict() for expert in range(layout.stored_experts)})
-        shared = {
-            str(role): nn.ParameterDict(
-                {name: empty_parameter(stored.shape, stored.dtype or dtype, device) for name, stored in common.items()}
-            )
-            for role in shape.roles
-            if (common := layout.shared_tensors(role))
-        }
-        if shared:
-            self.moetool["shared"] = nn.ModuleDict(shared)
-        for expert, role, representation in layout.deltas():
-            deltas: nn.ModuleDict = self.moetool[str(expert)]  # type: ignore[assignment]
-            deltas[role] = weight = representation.build(shape.matrix(role), dtype, device)
-            if role in shared:
-                weight.share(shared[role])
-        if bases := {
-            str(role): representation.build(layout.base_shape(role), dtype, device)
-            for role, representation in layout.compact_bases()
-        }:
-            self.moetool["base"] = nn.ModuleDict(bases)
-
-    def _lies(self, role: Role) -> FusedLayout:
-        """How the fused tensor of a role lies: as in transformers' own module, if it was left alone."""
-        return self.native_layout if self.layout.weights[role] is None else PLAIN
-
-    @property
-    def native(self) -> nn.Module:
-        """The family's own module, without its matrices and biases."""
-        return self._original[0]
+class SharedBaseExperts(ExpertTensors):
+    """Compressed experts of one layer, run in eager torch or handed to kernels; `ExpertTensors` says what they hold."""
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
@@ -122,36 +36,6 @@ class SharedBaseExperts(RoutedExperts):
         if top_k_index is None or top_k_weights is None:
             return on_weighed_inputs(run, hidden_states, self.num_experts)
         return run(hidden_states, top_k_index, top_k_weights)
-
-    def delta(self, expert: int, role: Role) -> Weight:
-        """The stored form of one matrix."""
-        return self.moetool[str(expert)][role]  # type: ignore[index]
-
-    def _compact(self, role: Role) -> Weight:
-        """The stored form of a base that is not dense."""
-        return self.moetool["base"][role]  # type: ignore[index]
-
-    def _bases(self, role: Role) -> list[nn.Module]:
-        """The modules that store a base that is not dense."""
-        if self.layout.has_dense_base(role):
-            return []
-        compact = self._compact(role)
-        return [compact, *below(compact)]
-
-    def base_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters in which the base is stored."""
-        for roles in self._based():
-            yield self.get_parameter(fused_name(roles))
-        for role, _ in self.layout.compact_bases():
-            yield from self._compact(role).parameters()
-
-    def _shared(self) -> list[nn.Module]:
-        """The modules that hold what deltas have in common."""
-        return below(self.moetool["shared"]) if "shared" in self.moetool else []
-
-    def _uses_base(self, expert: int, role: Role) -> bool:
-        weights = self.layout.weights[role]
-        return weights is not None and weights[expert].uses_base and self._has_base[role]
 
     def _spread(self, values: Tensor) -> Tensor:
         """Put the base's stored channels `[tokens, base_channels]` where they belong among all of them."""
@@ -170,19 +54,6 @@ class SharedBaseExperts(RoutedExperts):
         else:
             values = [self._compact(role)(hidden) for role in roles]
         return {role: self._spread(own) for role, own in zip(roles, values, strict=True)}
-
-    def _biases(self, expert: int) -> dict[Role, Tensor]:
-        """The biases of a routed expert by role, `[out]` each."""
-        found = {role: self._bias(role) for role in self.layout.shape.roles}
-        return {role: bias[expert] for role, bias in found.items() if bias is not None}
-
-    def _bias(self, role: Role) -> Tensor | None:
-        """The biases of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
-        roles = self.layout.shape.group(role)
-        if roles[0] not in self.layout.shape.biases:
-            return None
-        fused: Tensor = getattr(self, f"{fused_name(roles)}_bias")
-        return self.native_layout.parts(fused, len(roles))[roles.index(role)]
 
     def _activation(
         self, expert: int, hidden: Tensor, base: dict[Role, Tensor], tokens: Tensor, biases: Mapping[Role, Tensor]
@@ -337,34 +208,6 @@ class SharedBaseExperts(RoutedExperts):
             return activation, normed(self, product + biases["down"] if "down" in biases else product) * weights
         return activation, product + weights * biases["down"] if "down" in biases else product
 
-    def _base(self, role: Role) -> Tensor:
-        """The base `[out, in]` without pruned channels."""
-        if not self.layout.has_dense_base(role):
-            return self._compact(role).dense()
-        return self._native(0, role)
-
-    def _native(self, index: int, role: Role) -> Tensor:
-        """The matrix `[out, in]` of a role that stands in the fused tensors."""
-        group = self.layout.shape.group(role)
-        return self._lies(role).parts(self._fused(index, role), len(group), -2)[group.index(role)]
-
-    def _fused(self, index: int, role: Role) -> Tensor:
-        """A part `[out, in]` of a fused tensor, with all outputs of a role's group in the order in which they lie."""
-        fused = self.down_proj if role == "down" else entering(self)
-        return self._lies(role).rows(fused if fused.dim() == 2 else fused[index])
-
-    def flatten_bases(self) -> None:
-        """Let bases be matrices, without the leading dimension of 1: sharding cuts tensors by their first."""
-        for roles in self._based():
-            base = getattr(self, name := fused_name(roles))
-            setattr(self, name, nn.Parameter(base.detach()[0], requires_grad=base.requires_grad))
-
-    def _based(self) -> Iterator[tuple[Role, ...]]:
-        """Roles that share a fused tensor, those whose base is there as a matrix."""
-        for roles in self.layout.shape.groups:
-            if self.layout.weights[roles[0]] is not None and self.layout.has_dense_base(roles[0]):
-                yield roles
-
     def shared_expert(self, hidden_states: Tensor, biases: Mapping[Role, Tensor]) -> Tensor:
         """The shared expert where it is stored on the base: `[…, hidden]` → the same. It is the last of the experts,
         and its `biases` are elsewhere."""
@@ -381,24 +224,3 @@ class SharedBaseExperts(RoutedExperts):
         if self._uses_base(last, "down"):
             output = output + self._base_down(activation)
         return output.to(hidden_states.dtype).view_as(hidden_states)
-
-    @torch.no_grad()
-    def dense(self, expert: int, role: Role) -> Tensor:
-        """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
-        if self.layout.weights[role] is None:
-            return self._native(expert, role).float()
-        delta, turn = self.delta(expert, role).dense().float(), self._turns.get(role)
-        if not self._uses_base(expert, role):
-            return delta if turn is None else turn.back(delta)
-        base = self._base(role)
-        if turn is not None:  # of both at once: one rounding less
-            return turn.back(base.float() + delta)
-        if not self.layout.is_pruned:
-            return base.float() + delta
-        dimension = 1 if role == "down" else 0
-        return delta.index_add(dimension, self.base_channels.long(), base.float())
-
-    def extra_repr(self) -> str:
-        weights = self.layout.weights
-        ranks = {role: [weight.spec for weight in own or ()] or "native" for role, own in weights.items()}
-        return f"channels={self.layout.base_channels}/{self.intermediate_dim}, {ranks}"
