@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -20,10 +20,12 @@ from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
 from moetool.numerics.work import PRECISIONS, Precision, Work
+from moetool.runtime.memory import free_bytes
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
 _SOLVED = {"cpu": (96, 384), "cuda": (256, 1024)}
 _MOVED = {"cpu": 1 << 20, "cuda": 1 << 28}  # bytes of an operand that is passed over: in a cache, on a card in memory
+_COPIED = {"cpu": 1 << 27, "cuda": 1 << 29}  # bytes that no cache holds
 _HASHED = 1 << 22
 _DISK = 1 << 25  # bytes that are written and read at most
 _SECONDS = 0.1  # that each kind of work may take, once it has been done twice
@@ -146,6 +148,22 @@ def measured_speeds(device: torch.device) -> DeviceSpeeds:
     data = bytes(_HASHED)
     hashed = _HASHED / _least_seconds(lambda: hashlib.sha256(data).digest(), device)
     return DeviceSpeeds(products=products, eigen=eigen, cholesky=cholesky, moved=moved, hashed=hashed, call=call)
+
+
+def copy_bandwidth(device: torch.device) -> float | None:
+    """Bytes per second that a device reads and writes together while it copies memory, by torch's present number of
+    threads; `None` if there is no room for the two blocks. Measured once per process."""
+    if free_bytes(device) < 4 * _COPIED["cuda" if device.type == "cuda" else "cpu"]:
+        return None
+    return _copy_bandwidth(device, torch.get_num_threads())
+
+
+@cache
+def _copy_bandwidth(device: torch.device, threads: int) -> float:
+    size = _COPIED["cuda" if device.type == "cuda" else "cpu"]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+    return 2 * size / _least_seconds(partial(into.copy_, source), device)
 
 
 def _often(small: torch.Tensor) -> None:

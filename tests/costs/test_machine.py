@@ -49,6 +49,13 @@ def kept(tmp_path: Path) -> dict[str, Path]:
     return {"disk": files[True], "device": files[False]}
 
 
+def test_copies_are_as_fast_as_memory_can_be() -> None:
+    found = machine.copy_bandwidth(CPU)
+    assert found is not None
+    assert 1e8 < found < 1e13
+    assert machine.copy_bandwidth(CPU) == found, "measured once"
+
+
 def test_measured_once(measured: list[str], tmp_path: Path) -> None:
     first = this_machine(CPU, tmp_path / "new" / "output")
     assert measured == ["cpu", "disk"]

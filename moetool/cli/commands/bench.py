@@ -1,6 +1,7 @@
 """`moetool bench`."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,12 +51,15 @@ _HEADERS = {
     "flops": "FLOPs",
     "flops_per_token": "FLOPs/new token",
     "bytes_per_token": "bytes/new token",
+    "bandwidth_share": "of the bandwidth",
 }
 _MEASURES: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(list(_HEADERS)[:3], _speed),
     **dict.fromkeys(list(_HEADERS)[3:5], _count),
     "bytes_per_token": format_bytes,
+    "bandwidth_share": "{:.0%}".format,
 }
+_APART = 0.05  # natural logarithm, from which on a median of ratios and a ratio of medians are told side by side
 
 
 @builder(BenchOptions)
@@ -85,6 +89,7 @@ def _print(result: BenchResult) -> None:
         [
             *zip(("model", "against"), map(_described, models), strict=False),
             ("device", f"{result.device}, {result.threads} thread{'s' if result.threads > 1 else ''}"),
+            *_bandwidth(result),
             ("rounds", f"{result.rounds}, medians; {result.new_tokens} new tokens after every prompt"),
         ]
     )
@@ -101,6 +106,41 @@ def _print(result: BenchResult) -> None:
         ]
     header = [_HEADERS[name] for name in _MEASURES]
     print_table(("batch", "length", "", *header), lines, title="Speed, and what it takes")
+    if result.against is not None and result.ratios is not None:
+        print(explained_ratios(result.model.cases, result.against.cases, result.ratios.cases))
+
+
+def _bandwidth(result: BenchResult) -> list[tuple[str, str]]:
+    found = result.copy_bytes_per_second
+    return (
+        [] if found is None else [("copying", f"{format_bytes(round(found))} of memory per second, read and written")]
+    )
+
+
+def explained_ratios(model: Sequence[Case], original: Sequence[Case], ratios: Sequence[CaseRatios]) -> str:
+    """Sentences that tell a median of ratios, which the table shows, from the ratio of the medians above it, and where
+    the two are farthest apart if that is more than 5 %."""
+    said = (
+        "A ratio of speeds is the median over rounds, in each of which both models ran one after the other; it is not "
+        "the ratio of the two medians above it."
+    )
+    found = [
+        (
+            f"{header.partition(',')[0]} of {case.batch} × {case.length} tokens",
+            shown,
+            getattr(one, name) / getattr(other, name),
+        )
+        for case, one, other in zip(ratios, model, original, strict=True)
+        for name, header in list(_HEADERS.items())[:3]
+        if (shown := getattr(case, name)) is not None
+    ]
+    where, shown, of_medians = max(found, key=lambda each: abs(math.log(each[1] / each[2])))
+    if abs(math.log(shown / of_medians)) < _APART:
+        return said
+    return (
+        f"{said} The two differ most in {where}: {_ratio(shown)} and {_ratio(of_medians)}. Some rounds were slowed by "
+        "other work; more --rounds bring the two together."
+    )
 
 
 def _described(own: Benched) -> str:
@@ -123,7 +163,7 @@ def _size_ratios(ratios: Ratios) -> dict[str, str]:
 def _told(case: Case | CaseRatios, written: Mapping[str, Callable[[float], str]]) -> list[str]:
     """Every measure as it is written, nothing for what was not taken."""
     held: dict[str, float | None] = vars(case)
-    return ["" if (value := held[name]) is None else write(value) for name, write in written.items()]
+    return ["" if (value := held.get(name)) is None else write(value) for name, write in written.items()]
 
 
 def _ratio(number: float) -> str:

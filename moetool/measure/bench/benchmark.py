@@ -12,6 +12,7 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
+from moetool.costs.machine import copy_bandwidth
 from moetool.errors import ResourceError, UsageError
 from moetool.job.job import pick_device
 from moetool.job.progress import SILENT, Progress, phase
@@ -48,15 +49,18 @@ def bench(path: str, options: BenchOptions, progress: Progress = SILENT) -> Benc
     _check_decoders(checkpoints, options)
     options = fit_lengths(options, *checkpoints)
     _check_memory(checkpoints, options)
-    with threads_of(options.threads) as threads, _runners(paths, options, threads) as runners:
-        loaded = _load(runners, progress)
-        memories, timed = _measure(runners, options, progress)
+    with threads_of(options.threads) as threads:
+        bandwidth = None if options.device == "map" else copy_bandwidth(pick_device(options.device))
+        with _runners(paths, options, threads) as runners:
+            loaded = _load(runners, progress)
+            memories, timed = _measure(runners, options, progress)
     told = zip(paths, checkpoints, loaded, memories, timed, strict=True)
-    models = [_benched(*own, options.new_tokens) for own in told]
+    models = [_benched(*own, options.new_tokens, bandwidth) for own in told]
     model, *others = models
     return BenchResult(
         device=_device_name(options.device),
         threads=threads,
+        copy_bytes_per_second=bandwidth,
         rounds=options.rounds,
         new_tokens=options.new_tokens,
         model=model,
@@ -149,7 +153,13 @@ def _measure(
 
 
 def _benched(
-    path: str, checkpoint: Checkpoint, loaded: Loaded, memory: Memory, timed: list[_Timed], new_tokens: int
+    path: str,
+    checkpoint: Checkpoint,
+    loaded: Loaded,
+    memory: Memory,
+    timed: list[_Timed],
+    new_tokens: int,
+    bandwidth: float | None,
 ) -> Benched:
     return Benched(
         model=path,
@@ -158,11 +168,11 @@ def _benched(
         synthesized=loaded.synthesized,
         load_seconds=loaded.seconds,
         memory=memory,
-        cases=[_case(loaded.costs, case, new_tokens) for case in timed],
+        cases=[_case(loaded.costs, case, new_tokens, bandwidth) for case in timed],
     )
 
 
-def _case(costs: Costs, timed: _Timed, new_tokens: int) -> Case:
+def _case(costs: Costs, timed: _Timed, new_tokens: int, bandwidth: float | None) -> Case:
     batch, length = timed.batch, timed.length
     prefill = statistics.median(seconds.prefill for seconds in timed.rounds)
     flops = batch * costs.prefill_flops(length)
@@ -171,6 +181,7 @@ def _case(costs: Costs, timed: _Timed, new_tokens: int) -> Case:
     if not new_tokens:
         return case
     decode = statistics.median(seconds.decode for seconds in timed.rounds)
+    read = sum(costs.decode_bytes(length + new) for new in range(1, new_tokens + 1))
     return replace(
         case,
         decode_seconds=decode,
@@ -179,6 +190,7 @@ def _case(costs: Costs, timed: _Timed, new_tokens: int) -> Case:
         flops=flops + batch * sum(costs.decode_flops(length + new) for new in range(1, new_tokens + 1)),
         flops_per_token=costs.decode_flops(length + 1),
         bytes_per_token=costs.decode_bytes(length + 1),
+        bandwidth_share=read / decode / bandwidth if bandwidth is not None and batch == 1 else None,
     )
 
 

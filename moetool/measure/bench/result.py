@@ -20,6 +20,8 @@ class Case(Printed):
         flops: of all of it.
         flops_per_token: of the first new token.
         bytes_per_token: that it reads at batch 1, at least.
+        bandwidth_share: bytes per second that decoding reads at least, over the copy bandwidth. At batch 1 only: which
+            experts several tokens share is not known.
     """
 
     batch: int
@@ -32,6 +34,7 @@ class Case(Printed):
     flops: int
     flops_per_token: int | None = None
     bytes_per_token: int | None = None
+    bandwidth_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,8 @@ class BenchResult(Printed):
     Attributes:
         device: with its name.
         threads: of the processor.
+        copy_bytes_per_second: the device's copy bandwidth, bytes read and written together; `None` if the model is
+            spread over several, or there was no memory to measure it.
         rounds: times that were taken of everything.
         new_tokens: after every prompt.
         model: what was measured.
@@ -127,6 +132,7 @@ class BenchResult(Printed):
 
     device: str
     threads: int
+    copy_bytes_per_second: float | None = None
     rounds: int
     new_tokens: int
     model: Benched

@@ -46,6 +46,7 @@ def compressed(tmp_path: Path) -> str:
 
 def test_medians_and_ratios(monkeypatch: pytest.MonkeyPatch, compressed: str, tiny_mixtral: Path) -> None:
     monkeypatch.setattr(benchmark, "ThereRunner", Given)
+    monkeypatch.setattr(benchmark, "copy_bandwidth", lambda device: 1e6)
     monkeypatch.setattr(Given, "order", [])
     options = OPTIONS.model_copy(update={"against": str(tiny_mixtral), "rounds": 3})
     result = bench(compressed, options)
@@ -59,6 +60,11 @@ def test_medians_and_ratios(monkeypatch: pytest.MonkeyPatch, compressed: str, ti
     assert case.prefill_tokens_per_second == 3 * 8 / 3
     assert case.decode_tokens_per_second == 3 * 4 / 6
     assert case.tokens_per_second == pytest.approx(3 * 4 / 9)
+    assert case.bandwidth_share is None, "which experts three tokens share is not known"
+    assert result.copy_bytes_per_second == 1e6
+    alone, cached = result.against.cases[0], 3 * 2 * 2 * 8 * 4  # bytes of a token in the cache of 3 layers
+    read = 4 * (alone.bytes_per_token or 0) + (0 + 1 + 2 + 3) * cached
+    assert alone.bandwidth_share == pytest.approx(read / 6 / 1e6)
     ratios = result.ratios.cases[1]
     assert ratios.prefill_tokens_per_second == ratios.decode_tokens_per_second == ratios.tokens_per_second == 0.25
     assert ratios.flops == result.model.cases[1].flops / case.flops < 1
@@ -78,12 +84,15 @@ def test_flops_are_those_of_all_tokens(tiny_mixtral: Path) -> None:
 def test_every_number_is_one(kind: str, tmp_path: Path) -> None:
     result = bench(str(save_kind(kind, tmp_path / kind)), OPTIONS)
     [first, second] = result.model.cases
-    assert all(math.isfinite(value) and value > 0 for case in (first, second) for value in vars(case).values())
+    assert second.bandwidth_share is None
+    told = [value for case in (first, second) for value in vars(case).values() if value is not None]
+    assert len(told) == 21
+    assert all(math.isfinite(value) and value > 0 for value in told)
     assert (first.batch, second.batch) == (1, 3)
     assert first.flops * 3 == second.flops
     assert first.bytes_per_token == second.bytes_per_token
     assert result.model.memory.weight_bytes > 100_000
-    assert result.to_json().keys() == {"device", "threads", "rounds", "new_tokens", "model"}
+    assert result.to_json().keys() == {"device", "threads", "copy_bytes_per_second", "rounds", "new_tokens", "model"}
     assert json.loads(json.dumps(result.to_json())) == result.to_json()
 
 
@@ -123,7 +132,9 @@ def test_memory_is_asked_for_before_loading(monkeypatch: pytest.MonkeyPatch, tin
     with pytest.raises(ResourceError, match="Without --against one is loaded at a time"):
         bench(str(tiny_mixtral), OPTIONS.model_copy(update={"against": str(tiny_mixtral)}))
     free.available = 10 * 300_000
-    assert bench(str(tiny_mixtral), OPTIONS).model.cases
+    result = bench(str(tiny_mixtral), OPTIONS)
+    assert result.model.cases
+    assert result.copy_bytes_per_second is None, "no room for what is copied"
 
 
 def test_picture(tmp_path: Path, tiny_mixtral: Path) -> None:
