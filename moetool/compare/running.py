@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,22 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.compare.candidates import Candidate
 from moetool.compare.options import CompareOptions, chosen
 from moetool.compare.results import Compared, ComparedModel, SharedStatistics
-from moetool.compare.sharing import PASS_PREFIX, Wanted, passes
 from moetool.errors import InterruptedRunError, MoetoolError, UsageError
 from moetool.job.checks import output_directory
-from moetool.job.execute import run_stage
+from moetool.job.execute import measure_stages, run_stage
 from moetool.job.journal import Journal
 from moetool.job.lock import Lock
 from moetool.job.plan import fingerprint
 from moetool.job.processes import processes
 from moetool.job.progress import Progress
 from moetool.job.result import Printed
-from moetool.job.stage import found_here
+from moetool.job.stage import AnyStage, found_here
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 
 _JOURNAL, _LOCK = "journal.jsonl", ".moetool-compare"
 _EVALUATION = frozenset(EvaluationOptions.model_fields)
 _INCIDENTAL = {"device"}  # of an evaluation
+_PASS_PREFIX = "statistics-"  # of where passes are done, of this comparison or of one before it with other rows
 # What the journal has noted, read back.
 _ROW, _COMPARED = TypeAdapter(ComparedModel), TypeAdapter(Compared)
 
@@ -77,6 +77,49 @@ def compare(
             raise InterruptedRunError(f"Stopped. What is done is noted in {work}: the same command goes on.") from error
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A model that is to be made.
+
+    Attributes:
+        candidate: how.
+        stage: that makes it.
+        made: a fingerprint of all that decides what comes of it.
+        shared: the same of what is measured before its budget is spent; `None` if nothing is that can be shared.
+    """
+
+    candidate: Candidate
+    stage: AnyStage
+    made: str
+    shared: str | None
+
+
+@dataclass(frozen=True)
+class _StatisticsPass:
+    """One calibration pass whose statistics several candidates share.
+
+    Attributes:
+        directory: where it is done.
+        identity: a fingerprint of it.
+        wanted: for what, two or more.
+    """
+
+    directory: Path
+    identity: str
+    wanted: list[_Wanted] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """Labels of the rows that share the pass."""
+        return [each.candidate.label for each in self.wanted]
+
+    def run(self, progress: Progress) -> float | None:
+        """Do it, or what is missing of it; the seconds, if it was all of it."""
+        if not self.directory.exists():
+            progress.log(f"One statistics pass shared by {', '.join(self.rows)}.")
+        return measure_stages([each.stage for each in self.wanted], self.directory, self.identity, progress)
+
+
 class _Comparing:
     """A run of `moetool compare`: one original, the texts, and all candidates."""
 
@@ -98,13 +141,13 @@ class _Comparing:
         """The table; every row is `seen` when it is there."""
         found = self._noted(self._key("original", {}), lambda: self._evaluated(self._model, self._evaluation))
         stages = [self._wanted(each) for each in wanted]
-        self._passes = passes([each for each in stages if isinstance(each, Wanted)], self._work)
+        self._passes = _passes([each for each in stages if isinstance(each, _Wanted)], self._work)
         rows = []
         for make in [*(lambda path=path: self._there(path) for path in self._models),
                      *(lambda each=each: self._candidate(each) for each in stages)]:  # fmt: skip
             rows.append(make())
             seen(rows[-1])
-        for path in self._work.glob(f"{PASS_PREFIX}*"):
+        for path in self._work.glob(f"{_PASS_PREFIX}*"):
             shutil.rmtree(path)
         asked = {"model": self._model, "data": self._evaluation.data, "bytes": self._bytes}
         told = _COMPARED.validate_python({**asked, **found, "rows": []})
@@ -131,20 +174,20 @@ class _Comparing:
         except MoetoolError as error:
             return ComparedModel(name=name, method=None, asked=None, error=str(error))
 
-    def _wanted(self, candidate: Candidate) -> Wanted | ComparedModel:
+    def _wanted(self, candidate: Candidate) -> _Wanted | ComparedModel:
         """What is to be made; a row that says why if that cannot be."""
         try:
             stage = candidate.kind(candidate.kind.source_type.of(self._original), candidate.options)
             states = {key: told for name, read in stage.inputs().items() for key, told in _known_by(name, read).items()}
             sources = {**stage.sources(), **states, **self._calibration}
             made, recipe = fingerprint(candidate.kind.name, sources, stage.recipe()), stage.shared_recipe()
-            return Wanted(candidate, stage, made, None if recipe is None else fingerprint("shared", sources, recipe))
+            return _Wanted(candidate, stage, made, None if recipe is None else fingerprint("shared", sources, recipe))
         except MoetoolError as error:
             return ComparedModel(
                 name=candidate.name, method=candidate.kind.name, asked=candidate.asked, error=str(error)
             )
 
-    def _candidate(self, wanted: Wanted | ComparedModel) -> ComparedModel:
+    def _candidate(self, wanted: _Wanted | ComparedModel) -> ComparedModel:
         if isinstance(wanted, ComparedModel):
             return wanted
         candidate, made = wanted.candidate, wanted.made
@@ -163,12 +206,12 @@ class _Comparing:
             shutil.rmtree(target)
         return _ROW.validate_python({**row, **told, "path": str(target) if target.exists() else None})
 
-    def _target(self, wanted: Wanted) -> Path:
+    def _target(self, wanted: _Wanted) -> Path:
         asked = wanted.candidate.asked
         ratio = "" if asked is None else f"-{asked * 100:g}"
         return self._work / f"{wanted.candidate.name}{ratio}-{wanted.made[:12]}"
 
-    def _made(self, wanted: Wanted, target: Path) -> dict[str, object]:
+    def _made(self, wanted: _Wanted, target: Path) -> dict[str, object]:
         """Make a model, or what is missing of it; its size, and what that took."""
         candidate, key, was_begun = wanted.candidate, f"made {wanted.made}", target.exists()
         measured = self._measured(wanted)
@@ -196,7 +239,7 @@ class _Comparing:
             },
         )
 
-    def _measured(self, wanted: Wanted) -> Path | None:
+    def _measured(self, wanted: _Wanted) -> Path | None:
         """Where it was measured for a model and others; that is done now if several of them have not been begun."""
         if (shared := self._passes.get(wanted.made)) is None:
             return None
@@ -207,7 +250,7 @@ class _Comparing:
         self._noted(f"measured {shared.identity}", lambda: {"rows": shared.rows, "seconds": seconds})
         return shared.directory
 
-    def _is_begun(self, wanted: Wanted) -> bool:
+    def _is_begun(self, wanted: _Wanted) -> bool:
         return self._journal.is_done(f"made {wanted.made}") or self._target(wanted).exists()
 
     def _measure(self, path: str) -> Callable[[], dict[str, object]]:
@@ -253,3 +296,26 @@ def text_digests(data: str) -> dict[str, str]:
     if any(spec.is_bundled for spec in parse_data(data)):
         files.append(PACKED)
     return {str(file): fast_digest(file) for file in files}
+
+
+def _passes(wanted: Iterable[_Wanted], work: Path) -> dict[str, _StatisticsPass]:
+    """Statistics passes that serve several models, by the fingerprint `made` of each of these models."""
+    groups: dict[str, dict[str, _Wanted]] = {}
+    for each in wanted:
+        if each.shared is not None and _is_possible(each.stage):
+            groups.setdefault(each.shared, {})[each.made] = each
+    found = {}
+    for shared, several in groups.items():
+        if len(several) > 1:
+            identity = fingerprint("measured", {"shared": shared}, {"for": sorted(several)})
+            one = _StatisticsPass(work / f"{_PASS_PREFIX}{identity[:12]}", identity, list(several.values()))
+            found.update(dict.fromkeys(several, one))
+    return found
+
+
+def _is_possible(stage: AnyStage) -> bool:
+    try:
+        stage.plan()
+    except MoetoolError:
+        return False  # its row says why
+    return True

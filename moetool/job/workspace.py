@@ -12,13 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moetool.checkpoint.files import TEMPORARY, is_intact, place, storage_errors
+from moetool.checkpoint.identity import is_known_by_earlier
+from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import UsageError
 from moetool.job.books import WORK_DIRECTORY, Books, Outcome
 from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock
-from moetool.job.place import check_directory, check_made_by, check_occupied, check_settings
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.job.ranks import Ranks
 
@@ -62,16 +64,16 @@ class Workspace(Books):
         super().__init__(output)
         self.fingerprint = fingerprint
         self._progress, self._inputs, self._conditions = progress, inputs or Inputs(), conditions
-        check_directory(output, resume=resume, overwrite=overwrite)
+        _check_directory(output, resume=resume, overwrite=overwrite)
         self._is_new = not output.exists()
         was_there = self.work.exists()
         if not was_there:  # else somebody may be at work in it
-            check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=False)
+            _check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=False)
         self._lock = Lock(self.work / _LOCK, output)
         try:
             is_begun = was_there or not _holds_only(self.work, self._lock.path)
             is_begun = is_begun and not is_finished(output)
-            check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=is_begun)
+            _check_occupied(output, self.work, resume=resume, overwrite=overwrite, is_begun=is_begun)
             if not self._lock.is_real:
                 self._progress.log(f"{output} is on a file system without locks: nothing stops two runs at once.")
             self._begin(overwrite)
@@ -93,7 +95,7 @@ class Workspace(Books):
         self._journal = Journal(path, self.fingerprint, self._inputs.states)
         if not self._journal.units:
             self._journal.conditions = self._conditions
-        check_settings(self.output, self._journal, self.fingerprint)
+        _check_settings(self.output, self._journal, self.fingerprint)
         self._inputs.check(self._journal.noted)
         if is_lost or (path.stat().st_size and not self._journal.units):
             self._progress.log(f"The journal of the run in {self.output} is lost: starting again.")
@@ -207,14 +209,14 @@ def check_place(
     Raises:
         UsageError: as `Workspace`; or the run that is finished there was made with other settings.
     """
-    check_directory(output, resume=resume, overwrite=overwrite)
+    _check_directory(output, resume=resume, overwrite=overwrite)
     if resume and is_finished(output):
-        return check_made_by(output, fingerprint(), source)
+        return _check_made_by(output, fingerprint(), source)
     work = output / WORK_DIRECTORY
     is_begun = work.exists() and not is_finished(output)
-    check_occupied(output, work, resume=resume, overwrite=overwrite, is_begun=is_begun)
+    _check_occupied(output, work, resume=resume, overwrite=overwrite, is_begun=is_begun)
     if resume:
-        check_settings(output, Journal(work / _JOURNAL, ""), fingerprint())
+        _check_settings(output, Journal(work / _JOURNAL, ""), fingerprint())
 
 
 def noted_conditions(output: Path) -> Mapping[str, object]:
@@ -231,8 +233,8 @@ def is_finished(output: Path) -> bool:
 
 
 def check_finished(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
-    """Remove what a finished run may have left when it died. Raises as `check_made_by`."""
-    check_made_by(output, fingerprint, source)
+    """Remove what a finished run may have left when it died. Raises as `_check_made_by`."""
+    _check_made_by(output, fingerprint, source)
     work = output / WORK_DIRECTORY
     if work.exists():
         lock = Lock(work / _LOCK, output)
@@ -265,3 +267,72 @@ def _signature(path: Path) -> tuple[int, int, int]:
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (", …" if len(ordered) > 4 else "")
+
+
+def _check_directory(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise `UsageError` for what is no directory, or for both `resume` and `overwrite`."""
+    if resume and overwrite:
+        raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them.")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} exists and is not a directory.")
+
+
+def _check_occupied(output: Path, work: Path, *, resume: bool, overwrite: bool, is_begun: bool) -> None:
+    """Raise `UsageError` unless something may be written here, where there may be a run that is not finished, whose
+    files lie in `work`."""
+    occupied = set(output.iterdir()) - {work} if output.is_dir() else set()
+    if is_begun and not resume and not overwrite:
+        raise UsageError(
+            f"{output} is not empty. It holds an unfinished run: --resume goes on with it. "
+            "--overwrite deletes what is there."
+        )
+    if is_begun or not occupied:
+        return
+    if resume:
+        raise UsageError(f"{output} is not empty and holds no unfinished run of moetool: there is nothing to resume.")
+    if not (output / MANIFEST).exists():
+        raise UsageError(
+            f"{output} is not empty and was not written by moetool (no {MANIFEST}): not deleting it, with --overwrite "
+            "or without. Remove it yourself or choose another place."
+        )
+    if not overwrite:
+        raise UsageError(f"{output} is not empty. --overwrite deletes what is there.")
+
+
+def _check_settings(output: Path, journal: Journal, fingerprint: str) -> None:
+    """Raise `UsageError` where an unfinished run was begun with other settings, or by an earlier moetool."""
+    if journal.run in (None, fingerprint):
+        return
+    if journal.noted is None:
+        raise UsageError(
+            f"The run in {output} was started by an earlier moetool, which noted less of its input than this one "
+            "compares: whether input and settings are still the same cannot be told. Finish it with that moetool, or "
+            "start again with --overwrite."
+        )
+    raise UsageError(
+        f"The run in {output} was started with other settings or another input. "
+        "Repeat the first command with --resume, or start again with --overwrite."
+    )
+
+
+def _check_made_by(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
+    """Refuse a finished result as what a run would have made; a `source` tells whether an earlier moetool knew it.
+
+    Raises:
+        UsageError: it was made with other settings, or by an older moetool, which did not note them.
+        InvalidInputError: its manifest is damaged.
+    """
+    manifest = read_manifest(output)
+    made_by = manifest.run
+    if made_by is None:
+        raise UsageError(f"{output} is finished, and does not say with which settings: there is nothing to resume.")
+    if made_by != fingerprint and source is not None and is_known_by_earlier(source, manifest.source_fingerprint):
+        raise UsageError(
+            f"{output} is finished, and was made by an earlier moetool, which noted less of its input than this one "
+            "compares: whether that is still the same cannot be told. --overwrite makes it again."
+        )
+    if made_by != fingerprint:
+        raise UsageError(
+            f"{output} is finished, and was made with other settings or from another input. "
+            "--overwrite makes it again with these."
+        )

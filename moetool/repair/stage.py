@@ -132,9 +132,8 @@ class Repair(Stage[RepairOptions]):
         )
 
     def run(self, job: Job) -> RepairResult:
-        from moetool.repair.choice import choose
         from moetool.repair.teacher import NotedFile
-        from moetool.repair.training import Distilling
+        from moetool.repair.training import Distilling, choose
         from moetool.representations.decoded_once import decoded_once
         from moetool.runtime.loading import load_model
         from moetool.tune.trainer import recompute_activations

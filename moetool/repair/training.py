@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from moetool.errors import UsageError
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
@@ -22,6 +23,10 @@ from moetool.repair.costs import REPAIR
 from moetool.repair.options import RepairOptions
 from moetool.repair.teacher import NotedFile, NotedPredictions
 from moetool.repair.texts import Texts
+from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.insertion import is_placeholder
+from moetool.runtime.modules.quantized import quantized_modules
+from moetool.runtime.modules.routers import Routers
 
 _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
@@ -200,3 +205,38 @@ def noted_batches(
 
 def _said(divergences: Mapping[str, float]) -> str:
     return ", ".join(f"{1000 * nats:.4g} millinats on {name}" for name, nats in divergences.items())
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def choose(model: "PreTrainedModel", train: Literal["small", "all"]) -> dict[str, nn.Parameter]:
+    """Let norms, biases, routers, scales of codes, low-rank factors and shared bases require gradients, and nothing
+    else; with `all` also attention and experts that are stored in full. Embeddings and the head stay as they are.
+
+    Returns:
+        The trained parameters by their names in memory.
+
+    Raises:
+        UsageError: the model has none.
+    """
+    modules: list[nn.Module] = [*Routers(model).modules]
+    modules += [module.stored for _, module in quantized_modules(model)]
+    ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    chosen = {id(parameter) for module in modules for parameter in module.parameters()}
+    for module in model.modules():
+        if isinstance(module, SharedBaseExperts):
+            chosen |= {id(parameter) for parameter in (*module.moetool.parameters(), *module.base_parameters())}
+    model.requires_grad_(False)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if is_placeholder(parameter) or not parameter.is_floating_point():
+            continue
+        in_full = train == "all" and not any(parameter is end for end in ends)
+        if id(parameter) in chosen or parameter.dim() == 1 or in_full:
+            parameter.requires_grad_(True)
+            found[name] = parameter
+    if not found:
+        raise UsageError("This model has no norms, routers, scales or factors that could be trained.")
+    return found
