@@ -134,12 +134,13 @@ class Architecture:
 
     @property
     def is_fused(self) -> bool:
-        """Whether all experts of a layer lie in one tensor on disk."""
+        """Whether one tensor on disk holds the matrices of all experts of a layer, not one tensor per expert."""
         return "{expert}" not in self.weights["down"]
 
     @property
     def hidden(self) -> int:
-        """Number of channels of the hidden states between layers."""
+        """Number of channels of the hidden states between decoder layers, which experts of some families do not take
+        whole."""
         return self.width or self.shape.hidden
 
     @property
@@ -152,7 +153,7 @@ class Architecture:
         return (self.layer_module or self.layer).format(layer=layer)
 
     def layer_prefix(self, layer: int) -> str:
-        """`model.layers.3.`"""
+        """The beginning of all tensor names of a decoder layer, such as `model.layers.3.`, with its dot."""
         return self.layer.format(layer=layer) + "."
 
     def block_prefix(self, layer: int) -> str:
@@ -183,7 +184,7 @@ class Architecture:
         return f"{self.block_prefix(layer)}{self.weights[role]}_bias"
 
     def router_name(self, layer: int) -> str:
-        """Name on disk of the layer's router weight."""
+        """The name on disk of the weight `[experts, hidden]` of an MoE layer's router."""
         return self.block_prefix(layer) + self.router
 
     def is_router(self, layer: int, name: str) -> bool:

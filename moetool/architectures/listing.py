@@ -1,4 +1,4 @@
-"""Which families of the installed transformers have experts."""
+"""List the model families of the installed transformers that have experts, by reading its modeling files."""
 
 import re
 from pathlib import Path

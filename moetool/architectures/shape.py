@@ -16,7 +16,7 @@ def fused_name(roles: Sequence[Role]) -> str:
 
 
 def by_name(names: Mapping[Role, str]) -> dict[str, list[Role]]:
-    """The roles that each tensor holds, one below the other."""
+    """Group roles by the tensor that holds them, each group in the order in which its matrices lie in the tensor."""
     found: dict[str, list[Role]] = {}
     for role, name in names.items():
         found.setdefault(name, []).append(role)
@@ -61,7 +61,7 @@ class MoEShape:
 
     @property
     def bias_parameters(self) -> int:
-        """Number of parameters in the biases of one expert."""
+        """Number of parameters in the biases of one expert, all roles together."""
         return sum(self.matrix(role)[0] for role in self.biases)
 
     def matrix(self, role: Role) -> tuple[int, int]:

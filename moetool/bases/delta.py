@@ -10,7 +10,7 @@ from moetool.representations import Representation
 
 
 def delta(weight: Tensor, base: Tensor) -> Tensor:
-    """W − base `[out, in]` in fp32, for a base in fp32."""
+    """Subtract a base `[out, in]` in fp32 from a weight `[out, in]` of any dtype, in fp32."""
     return weight.float() - base
 
 
@@ -27,7 +27,7 @@ class Deltas:
         self._full: dict[Role, Tensor] = {}
 
     def of(self, role: Role, expert: int) -> Tensor:
-        """The delta `[out, in]` of one matrix, fp32 on the device."""
+        """Compute the delta `[out, in]` of one expert's matrix to the base of its role, in fp32 on the device."""
         if role not in self._full:
             if role == "down" or "down" in self._full:  # gate and up are kept beside each other
                 self._full.clear()

@@ -37,7 +37,7 @@ class GivenBase(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A string that identifies all that decides the base."""
+        """A text that differs between bases that would give other results: digest, merge rule or source."""
 
     def inputs(self) -> Mapping[str, Checkpoint]:
         """Checkpoints, beside the job's input, that the base is read from, by name."""
@@ -45,7 +45,7 @@ class GivenBase(ABC):
 
     @abstractmethod
     def layer(self, layer: int, weights: Weights) -> LayerBase:
-        """The base of one layer, whose experts have these matrices."""
+        """Read or make the base of one MoE layer; `weights` gives the matrices of the layer's experts."""
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         """Statistics measured while the base was made; `None` where there are none."""
@@ -53,7 +53,7 @@ class GivenBase(ABC):
 
 
 class MergedBase(GivenBase):
-    """A merge of the experts for which nothing is measured."""
+    """A base that is merged from the experts' weights alone, by a rule that needs no calibration text."""
 
     def __init__(self, experts: ExpertReader, method: Merge, shared_expert: bool) -> None:
         self._experts, self._method = experts, method

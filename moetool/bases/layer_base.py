@@ -61,7 +61,8 @@ class LayerBase:
         return spread(self.matrices[role].float(), self.channels, self.intermediate, 1 if role == "down" else 0)
 
     def pruned(self, plan: PruningPlan) -> "LayerBase":
-        """The base without its statically weakest channels."""
+        """Remove the base's channels of least score on the calibration text, as many as the plan leaves out of the
+        file."""
         if not plan.static:
             return self
         assert self.statistics is not None
@@ -71,7 +72,7 @@ class LayerBase:
         return replace(self, matrices=matrices, channels=self.channels[kept])
 
     def moved(self, matrices: Mapping[Role, Tensor]) -> "LayerBase":
-        """The base with other stored matrices for some roles."""
+        """Return a copy whose stored matrices `[out, in]` of some roles are replaced."""
         return replace(self, matrices={**self.matrices, **matrices})
 
     def encoded(
@@ -111,7 +112,7 @@ class LayerBase:
 
     @property
     def representations(self) -> dict[Role, Representation]:
-        """Form in which the base of each role is stored."""
+        """The representation in which the base of each role is stored: `Dense` where no other was chosen."""
         return {role: self.compact[role][0] if role in self.compact else Dense() for role in self.matrices}
 
     def save(self, path: Path) -> None:
@@ -130,7 +131,7 @@ class LayerBase:
 
     @classmethod
     def load(cls, path: Path) -> "LayerBase":
-        """Inverse of `save`."""
+        """Read a base from the file that `save` wrote."""
         tensors = load_file(path)
         statistics = LayerStatistics.from_tensors(tensors) if "tokens" in tensors else None
         matrices = {role: tensors[f"base.{role}"] for role in ROLES if f"base.{role}" in tensors}
@@ -153,7 +154,7 @@ def _turned_back(matrix: Tensor, seed: int | None) -> Tensor:
 
 
 def base_path(work: Path, layer: int) -> Path:
-    """File where a layer's base waits for the end of the job."""
+    """Path in the work directory of the file that holds a layer's base until the job ends."""
     return work / f"base-{layer:05d}.safetensors"
 
 

@@ -62,7 +62,7 @@ def fisher_base(weighted: Tensor, total: Tensor, mean: Tensor) -> Tensor:
 
 
 def mean_base(weights: Sequence[Tensor]) -> Tensor:
-    """The plain mean of `E` matrices `[out, in]`, in fp32."""
+    """Average the matrices `[out, in]` of all experts with equal weight, in fp32."""
     total = torch.zeros_like(weights[0], dtype=torch.float32)
     for weight in weights:
         total += weight.float()

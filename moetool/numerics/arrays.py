@@ -1,4 +1,4 @@
-"""Arrays of NumPy by what they hold."""
+"""Type aliases for NumPy arrays of 64-bit floating-point numbers and of 64-bit integers."""
 
 from typing import TypeAlias
 

@@ -53,7 +53,8 @@ def words(key: int, start: int, count: int, out: Words | None = None) -> Words:
 
 
 def words_at(key: int, counters: NDArray[np.int64]) -> Words:
-    """The words at `counters` [count], in their order."""
+    """Return the words of the stream at arbitrary positions `counters` [count]: [count] uint64, in the order of
+    `counters`."""
     result = (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_INCREMENT) + np.uint64(key & _MASK)
     _mix(result, np.empty_like(result))
     return result

@@ -43,12 +43,12 @@ def routine(name: str, arguments: int) -> Routine | None:
 
 
 def integer(value: int) -> NDArray[np.generic]:
-    """A Fortran INTEGER that can be passed by reference."""
+    """Wrap an int as a Fortran INTEGER: an int32 array `[1]`, whose address a routine takes."""
     return np.array([value], dtype=np.int32)
 
 
 def character(value: str) -> NDArray[np.generic]:
-    """A Fortran CHARACTER*1 that can be passed by reference."""
+    """Wrap a letter as a Fortran CHARACTER*1: a writable uint8 array `[1]`, whose address a routine takes."""
     return np.frombuffer(value.encode(), dtype=np.uint8).copy()
 
 

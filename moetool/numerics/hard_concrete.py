@@ -22,13 +22,14 @@ def median_gate(log_phi: Tensor) -> Tensor:
 
 
 def sampled_gate(log_phi: Tensor) -> Tensor:
-    """One draw of every gate, differentiable in `log_phi`."""
+    """Draw a value in 0 to 1 for every gate, of the shape of `log_phi` and differentiable in it."""
     noise = torch.rand_like(log_phi).clamp(1e-6, 1 - 1e-6)
     return (((log_phi + noise.logit()) / BETA).sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
 def open_probability(log_phi: Tensor) -> Tensor:
-    """P(gate ≠ 0), the expected L0 norm of one gate."""
+    """The probability that a gate is not zero, of the shape of `log_phi`; summed over gates it is their expected L0
+    norm."""
     return (log_phi + SHIFT).sigmoid()
 
 

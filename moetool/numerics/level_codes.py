@@ -11,7 +11,8 @@ from moetool.numerics.quantization import dequantize
 
 
 class LevelCodes:
-    """Numbers by themselves, each the nearest of a few levels."""
+    """A `Coder` that codes each number by itself, as the nearest of a few levels (`numerics.quantization`), 1 to 8
+    bits."""
 
     noise: ClassVar[Mapping[int, float]] = {1: 0.363, 2: 0.117, 3: 0.035}
 

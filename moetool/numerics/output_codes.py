@@ -39,7 +39,8 @@ class Coder(Protocol):
         """Codes [out, in] of every part that make good for each other's errors."""
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-        """Values that the codes stand for: [out, in] fp32."""
+        """Return the values `[out, in]` fp32 that codes `[out, in]` of `bits` bits stand for under `scales` `[out,
+        groups]`."""
 
 
 def coded_for_outputs(

@@ -1,4 +1,4 @@
-"""A square root of a positive semi-definite matrix."""
+"""A square root L of a positive semi-definite matrix, L L^T = matrix, which may be singular."""
 
 import torch
 from torch import Tensor

@@ -25,12 +25,13 @@ class Rotation:
 
     @property
     def block(self) -> int:
-        """Inputs that are mixed with each other."""
+        """Inputs that are mixed with each other: blocks of the largest power of two that divides the width."""
         return self.width & -self.width
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications that rotating one row takes."""
+        """Number of scalar multiplications that rotating one row takes: two factors per block, each of about √block
+        columns."""
         bits = self.block.bit_length() - 1
         return self.width * (2 ** (bits // 2) + 2 ** (bits - bits // 2))
 
@@ -43,7 +44,7 @@ class Rotation:
         return self._mixed(rows) * self._signs(rows)
 
     def gram(self, gram: Tensor) -> Tensor:
-        """R G Rᵀ, the Gram matrix `[width, width]` of rotated inputs."""
+        """Return R G Rᵀ, the Gram matrix of rotated inputs, for the Gram matrix G `[width, width]` of the inputs."""
         return self(self(gram).T)
 
     def _signs(self, like: Tensor) -> Tensor:

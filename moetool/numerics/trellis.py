@@ -62,7 +62,7 @@ def rows_served(bits: int) -> int:
 
 
 def check_rows(rows: int, bits: int) -> None:
-    """Raise `ValueError` unless bytes serve whole rows."""
+    """Raise `ValueError` unless the rows of a matrix fill whole bytes: a multiple of `rows_served(bits)`."""
     if rows % (served := rows_served(bits)):
         raise ValueError(f"a trellis of {bits} bits takes a multiple of {served} rows, not {rows}")
 
@@ -141,7 +141,12 @@ class TrellisCodes:
     noise: ClassVar[Mapping[int, float]] = {1: 0.280, 2: 0.077, 3: 0.021}
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
-        """Raises `ValueError` where bytes do not serve whole rows."""
+        """Find codes `[out, in]` of each part that make up for each other's errors, by the best path through the
+        trellis.
+
+        Raises:
+            ValueError: the rows of a part do not fill whole bytes (`check_rows`).
+        """
         return [self._fed_back(part, feedback) for part in parts]
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -86,7 +86,7 @@ class Image:
         return out, scale, rounding
 
     def of(self, vectors: Tensor) -> Tensor:
-        """A V [out, k] fp32 for V [in, k] fp64."""
+        """Multiply A `[out, in]` by vectors V `[in, k]` fp64: A V `[out, k]` fp32."""
         with self._products():
             image = self._ordinary @ vectors.float()
         if self._few.shape[1]:

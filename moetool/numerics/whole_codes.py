@@ -93,7 +93,7 @@ def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class WholeCodes:
-    """These codes for `numerics.output_codes`."""
+    """A `Coder` of signed whole numbers times the scale of their group, as other engines read them (GPTQ, AWQ)."""
 
     noise: ClassVar[Mapping[int, float]] = {2: 0.130, 3: 0.034}
 

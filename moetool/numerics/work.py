@@ -42,7 +42,7 @@ class Work:
 
 
 def altogether(works: Iterable[Work]) -> Work:
-    """The sum of several amounts of work."""
+    """Sum several amounts of work to one; no work for none."""
     return sum(works, Work())
 
 

@@ -27,7 +27,7 @@ __all__ = [
 
 @cache
 def representations() -> dict[str, type[Representation]]:
-    """Every representation in this directory, by kind."""
+    """Find every representation that a file of this directory defines, by its `kind` in specs."""
     found: dict[str, type[Representation]] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")

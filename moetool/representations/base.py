@@ -24,7 +24,8 @@ class Stored:
     dtype: torch.dtype | None = None
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes in a model stored in `dtype`."""
+        """Bytes that the tensor takes in a checkpoint whose model has `dtype`, which counts where the tensor has none
+        of its own."""
         return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
 
 
@@ -54,7 +55,7 @@ class Weight(nn.Module, ABC):
         """Take what all matrices of the role have in common from `tensors`, which may be filled later."""
 
     def forget(self) -> None:
-        """Drop what was derived from tensors that have been replaced."""
+        """Drop what was derived from the stored tensors, which must be called after these were replaced or moved."""
 
     def derived(self) -> tuple[Tensor, ...]:
         """Tensors that `products` keeps and uses beside parameters and buffers."""
@@ -62,11 +63,11 @@ class Weight(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[tokens, in]` → `[tokens, out]`."""
+        """Multiply inputs `[tokens, in]` by the transposed matrix: `[tokens, out]`."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix `[out, in]` in fp32 or better."""
+        """Decode the whole matrix `[out, in]`, in fp32 or in a wider dtype that it is stored in."""
 
     def products(self) -> Products | None:
         """The stored matrices that kernels multiply inputs with; `None` if `forward` is the only way to compute."""
@@ -83,7 +84,7 @@ class RowPart(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Number of rows of the matrix from `first` up to `last`."""
         return self.last - self.first
 
 
@@ -126,17 +127,21 @@ class Representation(ABC):
 
     @property
     def spec(self) -> str:
-        """Short form for `config.json`, `kind` or `kind:arguments`."""
+        """The text that stands for the form in `config.json`: `kind`, or `kind:arguments`."""
         return self.kind
 
     @property
     def label(self) -> str:
-        """The short name that `describe` prints."""
+        """The name by which tables call the form: its spec, without what differs between matrices, such as a seed."""
         return self.spec
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> Self:
-        """Inverse of `spec`. Raises `ValueError` on anything else."""
+        """Make a form from the arguments of its spec, those after the kind, as the inverse of `spec`.
+
+        Raises:
+            ValueError: the kind takes no such arguments.
+        """
         if arguments:
             raise ValueError(f"'{cls.kind}' takes no arguments")
         return cls()
@@ -154,7 +159,7 @@ class Representation(ABC):
 
     @property
     def directions(self) -> int:
-        """The rank of its low-rank part, 0 without one."""
+        """Rank of the low-rank part of the form; 0 if it has none."""
         return 0
 
     @property
@@ -190,7 +195,7 @@ class Representation(ABC):
 
     @abstractmethod
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
-        """Tensors on disk, by name, for a matrix `[out, in]`."""
+        """Names, shapes and dtypes of the tensors that store a matrix `[out, in]` in this form."""
 
     def shared_tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
         """Tensors on disk that all experts' matrices of one role have in common."""
@@ -255,7 +260,7 @@ class Representation(ABC):
         return float(self.parameters(shape))
 
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype) -> int:
-        """Bytes on disk in a model stored in `dtype`."""
+        """Bytes that a matrix `[out, in]` takes on disk in this form, in a model of `dtype`."""
         return sum(stored.nbytes(dtype) for stored in self.tensors(shape).values())
 
 
@@ -265,5 +270,5 @@ def counted(labels: Iterable[str]) -> list[str]:
 
 
 def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialised parameter, to be filled by a loader."""
+    """Make a parameter with uninitialized memory, which a loader is to fill."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))

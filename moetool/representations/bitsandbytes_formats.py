@@ -135,7 +135,8 @@ class _FormatWeight(KeepsWide, Weight):
 
 
 class NF4Weight(_FormatWeight):
-    """Run-time form of `NF4`."""
+    """A matrix in bitsandbytes' 4-bit NormalFloat codes at run time, decoded by bitsandbytes on a card and by torch
+    elsewhere."""
 
     def dense(self) -> Tensor:
         numbers = self.shape[0] * self.shape[1]
@@ -173,7 +174,7 @@ def _levels(device: torch.device) -> Tensor:
 
 
 class Int8Weight(_FormatWeight):
-    """Run-time form of `Int8`."""
+    """A matrix of int8 numbers with one fp32 absolute maximum per row at run time (bitsandbytes' LLM.int8 format)."""
 
     def dense(self) -> Tensor:
         return self.codes.float() * self.absmax.float()[:, None] * _BY_127

@@ -19,7 +19,7 @@ from moetool.representations.quantized import Quantized
 
 @dataclass(frozen=True)
 class Dense(Representation):
-    """`[out, in]` as it is."""
+    """Stores a matrix `[out, in]` whole, in the dtype of the model: no delta to a base, and nothing lost."""
 
     kind: ClassVar[str] = "dense"
     uses_base: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class Dense(Representation):
 
 
 class DenseWeight(Weight):
-    """Run-time form of `Dense`."""
+    """A matrix `[out, in]` that is stored whole, at run time: one parameter in the dtype of the model."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class LowRankSparse(Representation):
 
     @property
     def low_rank(self) -> LowRank:
-        """Form in which the factors are stored."""
+        """The representation that stores the low-rank part: its factors in the dtype of the model."""
         return LowRank(self.rank)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:

@@ -48,7 +48,7 @@ class CodedPart(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Number of rows in the part."""
         return self.last - self.first
 
 
@@ -81,12 +81,12 @@ class MixedRows(Representation):
 
     @property
     def bits(self) -> list[int]:
-        """The different numbers of bits that rows have, ascending."""
+        """The numbers of bits that some rows have, ascending; rows of 0 bits have no codes."""
         return [bits for bits, share in enumerate(self.shares) if share]
 
     @property
     def mean_bits(self) -> float:
-        """The mean number of bits over all rows."""
+        """Bits per weight for the codes, as the mean over all rows of a matrix."""
         return sum(bits * share for bits, share in enumerate(self.shares)) / ROW_SHARES
 
     @property
@@ -127,7 +127,7 @@ class MixedRows(Representation):
         return found
 
     def coded(self, shape: tuple[int, int]) -> Iterator[CodedPart]:
-        """The parts that have any bits."""
+        """Iterate over the parts of a matrix `[out, in]` whose rows have codes, from the fewest bits on."""
         start = 0
         for part in self.row_parts(shape):
             if part.form is not None:
@@ -193,7 +193,8 @@ class MixedRows(Representation):
 
     @staticmethod
     def counts(matrix: Tensor, measured: Measured) -> Tensor:
-        """Cost of an error of equal relative size in each row: [out]."""
+        """Importance `[out]` of each row: what an error of equal relative size in it costs at the output, as a squared
+        norm."""
         rows = matrix.detach().float()
         sizes = rows.square().sum(1) if measured.feedback is None else measured.feedback.sizes(rows)
         return sizes if measured.row_scale is None else sizes * measured.row_scale.to(sizes).square()
@@ -216,7 +217,7 @@ class MixedRows(Representation):
         return MixedRowsWeight(self, shape, dtype, device)
 
     def part_tensors(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-        """The codes and scales of the parts that have any bits."""
+        """Cut the stored `codes` and `scales` of a matrix into those of each part that `coded` names, as views."""
         coded = list(self.coded(shape))
         for part in coded:
             skipped = coded[0].first
@@ -226,7 +227,7 @@ class MixedRows(Representation):
 
 @dataclass(frozen=True)
 class TrellisRows(MixedRows):
-    """Rows of different bits, each coded in a trellis."""
+    """A delta whose rows have different numbers of bits, as `MixedRows` stores them, each part coded in a trellis."""
 
     kind: ClassVar[str] = "trellis-rows"
     part: ClassVar[type[Quantized]] = Trellis
@@ -234,7 +235,7 @@ class TrellisRows(MixedRows):
 
 
 class TrainableRows(Trainable):
-    """Rows of different bits whose parts are trained one by one."""
+    """Stored numbers of a `MixedRows` matrix while gradients move them: each part is trained in its own form."""
 
     def __init__(
         self, form: MixedRows, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None

@@ -42,17 +42,17 @@ class Operand:
 
     @property
     def inputs(self) -> int:
-        """The number of inputs that the operand is multiplied with."""
+        """Number of inputs per token that the operand is multiplied with."""
         return self.shape[0] if self.transposed else self.shape[1]
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of a product with the operand."""
+        """Number of outputs per token of a product with the operand."""
         return self.shape[1] if self.transposed else self.shape[0]
 
 
 def numbers(matrix: Tensor) -> Operand:
-    """An operand that is a matrix `[rows, columns]` as it is."""
+    """Make an operand of a matrix `[rows, columns]` of floating-point numbers, without a copy."""
     rows, columns = matrix.shape
     return Operand("numbers", (rows, columns), matrix)
 
@@ -78,7 +78,8 @@ def by_positions(operand: Operand) -> Operand:
 
 
 def factors(u: Tensor, v: Tensor) -> tuple[Operand, Operand]:
-    """An operand that is U `[out, rank]` after V `[rank, in]`."""
+    """Make the two operands of a low-rank matrix U V, in the order in which inputs meet them: V `[rank, in]`, U `[out,
+    rank]`."""
     return numbers(v), numbers(u)
 
 

@@ -185,7 +185,7 @@ class QuantizedWeight(Weight):
         self.scales = empty_parameter(stored["scales"].shape, dtype, device)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [out, in] in `dtype`."""
+        """Decode the whole matrix `[out, in]` in `dtype`."""
         codes = unpack(self.codes, self.bits, self.shape[0] * self.shape[1])
         return dequantize(codes, self.scales, self.bits, dtype)
 
@@ -220,7 +220,7 @@ class QuantizedWeight(Weight):
         return self.dequantize(torch.promote_types(self.scales.dtype, torch.float32))
 
     def operand(self, *, transposed: bool = False) -> Operand:
-        """The matrix as it lies in memory."""
+        """Describe packed codes and scales to kernels as they lie in memory, or as the transposed matrix of these."""
         group = self.shape[1] // max(1, self.scales.shape[1])
         return Operand("codes", self.shape, self.codes, self.scales, self.bits, group, transposed)
 

@@ -91,12 +91,13 @@ class QuantizedLowRank(Representation):
 
     @property
     def u(self) -> Quantized:
-        """Form in which U^T is stored."""
+        """The quantized form in which the transposed left factor Uᵀ `[rank, out]` is stored."""
         return Quantized(self.bits, self.group)
 
     @property
     def v(self) -> Quantized:
-        """Form in which V is stored."""
+        """The quantized form in which the right factor V `[rank, in]` is stored, in groups of its own if they are
+        named."""
         return Quantized(self.bits, self.group if self.input_group is None else self.input_group)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:

@@ -75,7 +75,8 @@ class _SharedFactor(Representation):
 
 
 class SharedV(_SharedFactor):
-    """`U_e [out, rank]` per expert and one `V [rank, in]`."""
+    """Low-rank deltas of one role that have their right factor in common: `U_e [out, rank]` per expert, one `V [rank,
+    in]`."""
 
     kind: ClassVar[str] = "shared-v"
     own: ClassVar[str] = "u"
@@ -85,7 +86,8 @@ class SharedV(_SharedFactor):
 
 
 class SharedU(_SharedFactor):
-    """One `U [out, rank]` and `V_e [rank, in]` per expert."""
+    """Low-rank deltas of one role that have their left factor in common: one `U [out, rank]`, `V_e [rank, in]` per
+    expert."""
 
     kind: ClassVar[str] = "shared-u"
     own: ClassVar[str] = "v"
@@ -95,7 +97,7 @@ class SharedU(_SharedFactor):
 
 
 class SharedFactorWeight(Weight):
-    """Run-time form of `SharedV` and `SharedU`."""
+    """One expert's matrix of `SharedV` or `SharedU` at run time: it owns its factor and refers to the common one."""
 
     def __init__(self, own: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

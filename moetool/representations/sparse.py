@@ -66,7 +66,7 @@ class Sparse(Representation):
         return cls(drop, key(seed, *path) >> 32)
 
     def count(self, shape: tuple[int, int]) -> int:
-        """Stored elements k, at least one."""
+        """Number k of elements that are stored of a matrix of this shape: round(elements · (1 − drop)), at least 1."""
         elements = shape[0] * shape[1]
         return max(1, round(elements * (1 - Fraction(repr(float(self.drop))))))
 
@@ -117,7 +117,7 @@ class MagnitudeSparse(Representation):
         return cls(kept=_share(arguments[0], "a kept share"))
 
     def count(self, shape: tuple[int, int]) -> int:
-        """Stored elements k, at least one."""
+        """Number k of elements that are stored of a matrix of this shape: round(elements · kept), at least 1."""
         return max(1, round(shape[0] * shape[1] * Fraction(repr(float(self.kept)))))
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
@@ -196,7 +196,8 @@ class ScatteredWeight(Weight):
         super()._load_from_state_dict(*arguments, **options)
 
     def scatter(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [out, in] in `dtype`."""
+        """Build the whole matrix `[out, in]` in `dtype` from stored values and their positions, differentiable in the
+        values."""
         values, elements = self.values.to(dtype), self.shape[0] * self.shape[1]
         if values.requires_grad and torch.is_grad_enabled():
             return values.new_zeros(elements).index_copy(0, self.indices().long(), values).view(self.shape)
@@ -221,7 +222,7 @@ class ScatteredWeight(Weight):
 
 
 class SparseWeight(ScatteredWeight):
-    """Run-time form of `Sparse`."""
+    """A `Sparse` matrix at run time: its positions follow from the seed, and only values are stored."""
 
     def __init__(
         self, representation: Sparse, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -234,7 +235,7 @@ class SparseWeight(ScatteredWeight):
 
 
 class MagnitudeSparseWeight(ScatteredWeight):
-    """Run-time form of `MagnitudeSparse`."""
+    """A `MagnitudeSparse` matrix at run time: values, and buffers that hold their packed positions."""
 
     def __init__(
         self, representation: MagnitudeSparse, shape: tuple[int, int], dtype: torch.dtype, device: torch.device

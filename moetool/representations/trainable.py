@@ -40,7 +40,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix that it stands for now, fp32."""
+        """Decode the matrix `[out, in]` fp32 that the numbers would stand for if they were stored now."""
 
     @abstractmethod
     def step(self, gradient: Tensor, pace: Pace) -> None:
@@ -48,7 +48,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors to be stored, by name."""
+        """Return the tensors to store, by name, with codes rounded and packed."""
 
 
 class _Moments:
@@ -126,7 +126,7 @@ class TrainableCodes(Trainable):
 
 
 class TrainableScales(Trainable):
-    """The scales of groups alone, of codes that stay."""
+    """Stored numbers of a quantized matrix while gradients move its scales; its codes stay as they are."""
 
     def __init__(self, codes: Tensor, scales: Tensor, values: Tensor) -> None:
         """`scales` `[out, groups]`; `values` `[out, in]` fp32 is what the stored `codes` stand for before scaling."""

@@ -91,7 +91,7 @@ def in_trellis(form: Quantized, rows: int) -> Quantized:
 
 
 class TrellisWeight(QuantizedWeight):
-    """Run-time form of both trellis representations."""
+    """A trellis-coded matrix at run time, of `Trellis` and of `TrellisRows` alike."""
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Numbers that the codes stand for, before scaling: [out, in]."""

@@ -72,7 +72,7 @@ def widening_scales(columns: int) -> Work:
 
 
 def trellis_paths(matrix: tuple[int, int]) -> Work:
-    """The work of finding the codes of a matrix in a trellis."""
+    """Work of finding the codes of a matrix `[out, in]` by Viterbi's search through the trellis, once."""
     rows, columns = matrix
     return Work(moved=_PATH_BYTES * rows * columns, calls=_PATH_CALLS * columns)
 

@@ -106,20 +106,22 @@ class DenseArchitecture:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The matrices of its feed-forward network, in order."""
+        """Roles of the feed-forward network's matrices, in the order in which inputs meet them: gate if there is one,
+        up, down."""
         return tuple(self.weights)
 
     @property
     def is_joined(self) -> bool:
-        """Whether gate and up lie in one tensor."""
+        """Whether one tensor on disk holds gate and up."""
         return self.weights.get("gate") == self.weights["up"]
 
     def layer_prefix(self, layer: int) -> str:
-        """`model.layers.3.`"""
+        """The beginning of all tensor names of a layer, such as `model.layers.3.`, with its dot."""
         return self.layer.format(layer=layer) + "."
 
     def ffn_prefix(self, layer: int) -> str:
-        """`model.layers.3.mlp.`"""
+        """The beginning of the tensor names of a layer's feed-forward network, such as `model.layers.3.mlp.`, with its
+        dot."""
         return f"{self.layer_prefix(layer)}{self.ffn}."
 
     def weight_name(self, layer: int, role: Role) -> str:

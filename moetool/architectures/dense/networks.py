@@ -57,7 +57,7 @@ def is_linear(module: object) -> bool:
 
 
 def size_of(linear: "nn.Module") -> tuple[int, int]:
-    """The number of outputs and of inputs of a linear layer."""
+    """Number of outputs and of inputs of a linear layer, `nn.Linear` or transformers' transposed `Conv1D`."""
     from torch import nn
 
     rows, columns = linear.weight.shape  # type: ignore[misc]
