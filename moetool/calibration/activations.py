@@ -29,11 +29,15 @@ class ActivationFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file of hidden states in bytes."""
+        """Bytes on disk that the hidden states of all windows take."""
         return self.shape[0] * self._row_bytes
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Windows `start` to `stop`, on the CPU."""
+        """Read the hidden states of windows `start` to `stop` into CPU memory: `[stop - start, length, channels]`.
+
+        Raises:
+            ResourceError: the file is shorter than what was written.
+        """
         rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         buffer = byte_view(rows)
         with self.path.open("rb") as file:

@@ -40,13 +40,13 @@ class LayerStatistics:
     channel_energy: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All statistics as named tensors, for a safetensors file."""
+        """Return all statistics as named tensors, which `from_tensors` reads back from a safetensors file."""
         fisher = {f"fisher.{role}": rows for role, rows in self.fisher.items()}
         return {"tokens": self.tokens, "channel_energy": self.channel_energy, **fisher}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "LayerStatistics":
-        """Inverse of `tensors`."""
+        """Make the statistics of a layer from the named tensors of `tensors`."""
         fisher = {role: tensors[f"fisher.{role}"] for role in ROLES if f"fisher.{role}" in tensors}
         return cls(tensors["tokens"], fisher, tensors["channel_energy"])
 
@@ -58,7 +58,7 @@ class LayerStatistics:
 
     @property
     def has_fisher(self) -> bool:
-        """Whether gradients were computed."""
+        """Whether there are Fisher sums, that is, gradients were taken on some window."""
         return any(bool(rows.any()) for rows in self.fisher.values())
 
 

@@ -1,4 +1,4 @@
-"""Cuts a stream of token ids into windows of equal length."""
+"""Cut a stream of token ids into consecutive windows of equal length, in order or shuffled."""
 
 import torch
 from torch import Tensor

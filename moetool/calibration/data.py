@@ -124,7 +124,7 @@ class DataSpec:
 
     @property
     def written(self) -> str:
-        """The source as `parse` reads it, without a weight."""
+        """The source in the spelling that `parse_data` reads, `name:config:split:column`, without its weight."""
         return ":".join([self.source, *(part or "" for part in (self.config, self.split, self.column))]).rstrip(":")
 
 

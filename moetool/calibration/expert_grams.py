@@ -40,12 +40,12 @@ class ExpertGrams:
             self.hold(range(experts))
 
     def hold(self, experts: range) -> None:
-        """Forget those that there are and begin with others."""
+        """Drop the Gram matrices gathered so far and start empty ones for these experts."""
         self._own = {}
         self._own = {expert: self._empty() for expert in experts}
 
     def holds(self, expert: int) -> bool:
-        """Whether an expert's matrix is being gathered."""
+        """Whether the Gram matrix of an expert is among those being gathered."""
         return expert in self._own
 
     def add(self, expert: int, rows: Tensor) -> None:
@@ -115,14 +115,15 @@ class GramsInSets(Collector):
         self.inputs.add_to_all(inputs)
 
     def tokens(self) -> Tensor:
-        """`[experts]` int64: how many tokens each expert was given."""
+        """Number of tokens routed to each expert so far, `[experts]` int64."""
         return self.inputs.counts.clone()
 
     def hold(self, experts: range) -> None:
-        """Gather the Gram matrices of these experts in the next pass."""
+        """Hook that starts gathering the Gram matrices of these experts, to be filled by the next pass over the
+        text."""
 
     def seen(self) -> None:
-        """All of them have been observed that are gathered now."""
+        """Hook that finishes the Gram matrices of the experts being gathered, once all tokens have been observed."""
 
     def sets(self) -> Iterator[range]:
         """All experts, set by set: those whose Gram matrices are there for the time that a set is in hand."""
@@ -137,5 +138,5 @@ class GramsInSets(Collector):
             yield experts
 
     def matrices(self, roles: Sequence[Role]) -> Iterator[tuple[Role, int]]:
-        """Every matrix of every expert, set by set."""
+        """Iterate over all matrices of all experts as (role, expert), one working set of experts after the other."""
         return ((role, expert) for experts in self.sets() for role in roles for expert in experts)

@@ -44,7 +44,7 @@ class HeldExperts:
 
     @classmethod
     def of_layer(cls, native: nn.Module) -> "HeldExperts":
-        """Hold all experts of a layer that is loaded as a module."""
+        """Hold all experts of a loaded layer, sharing the memory of its fused experts module."""
         module: Any = native
         return cls(native, range(module.num_experts), fused.entering(native), module.down_proj)
 
@@ -58,7 +58,7 @@ class HeldExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "HeldExperts":
-        """Read some experts of a layer from the checkpoint."""
+        """Read some experts of a layer from the checkpoint into `dtype` on `device`."""
         lies = layout_of(native)
         read = fused.fused_tensors(reader.shape, partial(reader.dense, layer), dtype, device, lies, experts)
         (_, entering), (_, down) = read
@@ -66,23 +66,23 @@ class HeldExperts:
 
     @property
     def device(self) -> torch.device:
-        """Device that the held matrices are on."""
+        """The device on which the experts' matrices lie."""
         return self._down.device
 
     @property
     def intermediate(self) -> int:
-        """Width of an expert between its matrices."""
+        """Number of neurons of one expert: the inputs of its down matrix."""
         return layout_of(self._native).rows(self._down).shape[-1]
 
     def matrix(self, shape: MoEShape, expert: int, role: Role) -> Tensor:
-        """One expert's matrix `[out, in]`."""
+        """One expert's matrix `[out, in]` of a role, as a view without gradients."""
         group = shape.group(role)
         tensor = self._down if role == "down" else self._entering
         own = tensor.detach()[expert - self.experts.start]
         return layout_of(self._native).matrices(own, len(group))[group.index(role)]
 
     def run(self, expert: int, inputs: Tensor) -> ExpertRun:
-        """Run one expert on inputs `[routed, hidden]`."""
+        """Run one expert on the tokens routed to it, `[routed, hidden]`, and return its values at every step."""
         own = expert - self.experts.start
         gate_up = fused.entered(self._native, inputs, self._entering[own])
         activation = fused.activation(self._native, expert, gate_up)
@@ -124,7 +124,7 @@ class RoutedBatch:
         return self._ends[expert - 1] if expert else 0
 
     def on_cpu(self) -> "RoutedBatch":
-        """A copy of the routing on the CPU, without gradients."""
+        """Copy the routing of a batch to the CPU, detached from its graph."""
         found = copy.copy(self)
         found.weights, found._order = self.weights.detach().cpu(), self._order.cpu()
         return found

@@ -1,4 +1,4 @@
-"""Text in which an encoder is to find hidden tokens."""
+"""Calibration and evaluation windows of an encoder, in which some tokens are hidden for it to predict."""
 
 import torch
 from torch import Tensor

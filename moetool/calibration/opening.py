@@ -36,6 +36,6 @@ def opening_of(tokenizer: Tokenizer, bos: Bos = "auto") -> list[int]:
 
 
 def opening_text(tokenizer: Tokenizer, bos: Bos) -> str | None:
-    """The names of these tokens, for people; `None` for nothing."""
+    """The tokens that each window begins with, spelled as the vocabulary spells them; `None` if there are none."""
     ids = opening_of(tokenizer, bos)
     return "".join(tokenizer.convert_ids_to_tokens(ids)) or None

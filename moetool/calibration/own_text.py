@@ -27,7 +27,7 @@ CACHED_TOKENS = 1 << 14  # that a key-value cache holds at once
 
 
 def windows_at_once(length: int) -> int:
-    """Windows of `length` tokens that are written together."""
+    """Number of windows of `length` tokens that the model writes together: as many as a cache of 2^14 tokens holds."""
     return max(1, CACHED_TOKENS // length)
 
 

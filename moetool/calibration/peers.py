@@ -36,11 +36,11 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that keeps the books and talks."""
+        """Whether this is the process of rank 0, which alone writes the journal and reports progress."""
         return self.rank == 0
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for all processes, and call `meanwhile` now and then."""
+        """Wait until all processes have arrived, calling `meanwhile` from time to time."""
 
     def broadcast(self, said: SaidT, owner: int = 0) -> SaidT:
         """What `owner` says, to all of them; what the others say is not looked at. Numbers, words, tensors, and lists,
@@ -58,7 +58,7 @@ class Peers:
         """The same for `owner` alone; what is left to the others means nothing."""
 
     def part(self, count: int) -> range:
-        """Those of `count` things in a row that are this process's."""
+        """The share of this process among `count` things in a row: a contiguous range, of equal length up to one."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
 
@@ -82,14 +82,14 @@ class Owned:
 
     @classmethod
     def by_first(cls, shape: MoEShape, peers: Peers) -> "Owned":
-        """Ownership in which the first process has all experts."""
+        """Assign the matrices of all experts to the process of rank 0."""
         alone = cls(shape, Peers())
         alone.peers = peers
         return alone
 
     @classmethod
     def by_expert(cls, shape: MoEShape, peers: Peers) -> "Owned":
-        """Assign all matrices of an expert to one process."""
+        """Assign all matrices of an expert to one process, expert after expert in turn."""
         own = cls(shape, peers)
         own._owners = {(group, expert): expert % peers.size for group, expert in own._owners}
         return own
@@ -100,7 +100,7 @@ class Owned:
         return self._owners.get((group, expert), 0)
 
     def has(self, role: Role, expert: int) -> bool:
-        """Whether this process works on a matrix."""
+        """Whether the matrix of this role and expert is worked on by this process."""
         return self.owner(role, expert) == self.peers.rank
 
 

@@ -162,7 +162,7 @@ class BundledWindows:
             raise InvalidInputError(f"{lack}: give {shorter}{instead}.")
 
     def remarks(self) -> Iterator[str]:
-        """What of the due windows became otherwise, in sentences."""
+        """Explain in sentences how the windows differ from those that were asked for, if they do."""
         if (lack := self.lack) is not None:
             yield f"{lack}: the given text alone is used."
             return

@@ -88,7 +88,7 @@ class Recorded:
                 tick()
 
     def again(self, collector: Collector, experts: range) -> None:
-        """Let one collector observe some experts once more."""
+        """Run some experts once more on all recorded batches, for one collector to observe."""
         self.observe(experts, [collector])
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class _Played(torch.autograd.Function):
 
 
 def spread(tick: Tick, ticks: int, steps: int) -> Tick:
-    """A step of `steps` that together call `tick` so many times."""
+    """Return a function that, called `steps` times, calls `tick` `ticks` times in all, evenly."""
 
     def counting() -> Iterator[None]:
         for step in range(steps):

@@ -134,7 +134,7 @@ class RoutedTokens(Collector):
 
     @contextmanager
     def kept(self) -> Iterator["RoutedTokens"]:
-        """Remove the files of the tokens when the `with` block ends."""
+        """Context manager that deletes this process's file of token inputs when it ends."""
         try:
             yield self
         finally:

@@ -90,7 +90,7 @@ class Sweep:
 
     @property
     def batch_count(self) -> int:
-        """Batches of this process per pass over one layer."""
+        """Number of batches that this process runs through one layer."""
         return -(-len(self.own) // self.batch_size)
 
     def _file(self, name: str, boundary: int) -> ActivationFile:
@@ -115,7 +115,7 @@ class Sweep:
         return file.read(start, stop).to(self.model.device, self.model.dtype)
 
     def embed(self) -> None:
-        """Write the embeddings, the inputs of the first layer."""
+        """Embed the windows of this process and write the result as inputs of layer 0."""
         inputs = (self._inputs[start:stop] for start, stop in self._batches())
         self._write(self.hidden(0), map(self.model.embed, inputs))
 

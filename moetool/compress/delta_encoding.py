@@ -177,7 +177,11 @@ def in_groups(form: Representation, matrix: tuple[int, int], group: int) -> Repr
 
 
 def sparse(options: SparsityOptions) -> Form:
-    """A form that stores full deltas sparse."""
+    """Make the choice of a sparse form for each delta, by `--drop` and `--select`.
+
+    Raises:
+        InvalidInputError: a delta is not stored whole, so that nothing can be dropped from it.
+    """
 
     def form(layer: int, expert: int, role: Role, old: Representation) -> Representation:
         if not old.is_whole:
@@ -203,7 +207,7 @@ def agreed_layouts(peers: Peers, layouts: Mapping[int, LayerLayout]) -> dict[int
 
 
 def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:
-    """Memory that encoding needs, on a text if there is one."""
+    """Estimate the memory in which deltas of one layer are encoded, with statistics of a text if one is given."""
     reader = source.experts
     measuring = [] if text is None else [Measuring.codes(reader.shape)]
     return calibration_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
@@ -337,5 +341,5 @@ def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
 
 
 def with_text(options: TextOptions) -> TextOptions | None:
-    """The calibration options if they name a text; else `None`."""
+    """Return the options themselves if `--calibration` names a text, else `None`."""
     return options if options.calibration is not None else None

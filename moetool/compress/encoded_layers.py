@@ -109,7 +109,7 @@ class EncodedLayers(ABC):
         return self._pass is not None
 
     def make(self, layer: int) -> None:
-        """Encode a layer, and all before it, if that is not done."""
+        """Encode a layer unless the journal lists it as done; on a text, all layers before it come first."""
         if layer not in self._layers:
             return
         if self._pass is not None:
@@ -129,7 +129,7 @@ class EncodedLayers(ABC):
         return encoded_files(self._job.work, layer)
 
     def encoded(self, layer: int) -> Named:
-        """The encoded tensors of a layer, by full name on disk."""
+        """Read the encoded tensors of a layer from the work directory, by their full names on disk."""
         for path in encoded_files(self._job.work, layer):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118  # not a mapping
@@ -137,7 +137,7 @@ class EncodedLayers(ABC):
 
 
 class Encoding(EncodedLayers):
-    """Encodes deltas in the forms that layouts give them."""
+    """Encoded layers whose deltas take the forms of given layouts, written to a checkpoint layer by layer."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Encoding(EncodedLayers):
         write_encoded(job.work, layer, owned.peers.rank, specs, full)
 
     def tensors(self, layer: int, layout: LayerLayout) -> Named:
-        """All tensors of a layer's experts, by full name on disk."""
+        """Iterate over the tensors of a layer's base and encoded deltas, by their full names on disk."""
         job = self._job
         yield from base_tensors(job.source.experts, layer, layout, LayerBase.load(base_path(job.work, layer)))
         yield from self.encoded(layer)

@@ -1,4 +1,4 @@
-"""Results of compression, as a whole and by layer."""
+"""Result records of compression: of a whole job, and of each kind of layer that it makes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class MixedLayer(Printed):
 
 @dataclass(frozen=True)
 class MergedLayer(Printed):
-    """A layer that got a base, with no fields."""
+    """Record of a layer that was given a shared base; it has no fields."""
 
 
 @dataclass(frozen=True, kw_only=True)

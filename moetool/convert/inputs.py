@@ -26,25 +26,25 @@ class InputMoments:
         self._gram = Gram(hidden)
 
     def add(self, group: int, inputs: Tensor) -> None:
-        """Add inputs `[..., hidden]` to the sums of one group."""
+        """Add inputs `[..., hidden]` to the count and sum of one group and to the common Gram matrix."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
         self.count[group] += len(rows)
         self.total[group] += rows.sum(0, dtype=torch.float64)
         self._gram.add(rows)
 
     def reduce(self, peers: Peers) -> None:
-        """Sum over all processes, so that each has the sums of all."""
+        """Sum all moments over the processes, in place, so that each process has the totals."""
         for sums in (self.count, self.total, self._gram.matrix()):
             peers.all_reduce(sums)
 
     @property
     def means(self) -> Tensor:
-        """The mean input of each group, `[groups, hidden]` fp64."""
+        """Mean input of each group of texts, `[groups, hidden]` fp64; zero for a group without inputs."""
         return self.total / self.count[:, None].clamp_min(1)
 
     @property
     def mean(self) -> Tensor:
-        """The mean input over all groups, `[hidden]` fp64."""
+        """Mean input over all groups, `[hidden]` fp64; zero without inputs."""
         return self.total.sum(0) / self.count.sum().clamp_min(1)
 
     @property

@@ -23,7 +23,7 @@ REST = -1  # the unit of everything that belongs to no layer
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of the output, and how it is made."""
+    """A tensor of the output: its name, dtype and shape, and a function that computes it when it is written."""
 
     spec: TensorSpec
     make: Callable[[], Tensor | InParts]
@@ -47,7 +47,7 @@ class Converted(ABC):
 
     @abstractmethod
     def config(self) -> dict[str, object]:
-        """`config.json` of the result."""
+        """Return the complete `config.json` of the result."""
 
     @abstractmethod
     def units(self) -> list[tuple[int, list[Made]]]:
@@ -55,7 +55,7 @@ class Converted(ABC):
 
     @abstractmethod
     def parameters(self) -> Counts:
-        """The number of elements in all tensors of the model."""
+        """Count the elements of the model's tensors, in all and per token."""
 
     def names(self) -> dict[int, list[str]]:
         """Names of the dense model's tensors by layer, those of no layer under `REST`."""
@@ -74,7 +74,8 @@ class Converted(ABC):
         return {key: str(self.dtype).removeprefix("torch.")}
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a tensor of `dtype` is written."""
+        """The dtype in which a tensor of `dtype` is written: the chosen one for floating-point numbers, else its
+        own."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def copied(self, name: str, to: str | None = None) -> Made:
@@ -84,7 +85,7 @@ class Converted(ABC):
         return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
 
     def filled(self, name: str, shape: tuple[int, ...], value: float = 0.0) -> Made:
-        """A constant in the dtype of the FFNs."""
+        """A tensor that has one value everywhere, in the dtype of the feed-forward networks."""
         dtype = self.stored(self.dense.dtype)
         return Made(TensorSpec(name, dtype, shape), lambda: torch.full(shape, value, dtype=dtype))
 

@@ -18,7 +18,7 @@ class Parameters(Printed):
 
 @dataclass(frozen=True)
 class Losses(Inlined):
-    """Mean next-token losses of both models, in nats."""
+    """Mean next-token loss of the dense model and of the converted one on the same text, in nats."""
 
     loss_dense: float
     loss_mixture: float

@@ -91,7 +91,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the experts in the result."""
+        """The dtype in which experts are written: the dense model's, or fp32 if that was asked for."""
         return self.dense.dtype if self.options.dtype == "auto" else torch.float32
 
     @property
@@ -101,7 +101,8 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @property
     def preserves(self) -> bool:
-        """Whether the result computes what the dense model computes."""
+        """Whether the converted model is meant to compute exactly what the dense model computes, which the proof then
+        checks."""
         return True
 
     @property
@@ -115,15 +116,15 @@ class Conversion(Stage[ConversionT, DenseSource]):
 
     @abstractmethod
     def planned(self) -> Converted:
-        """The result as headers alone determine it."""
+        """The converted model as far as headers determine it, without any weights read."""
 
     @abstractmethod
     def converted(self, job: Job[DenseSource]) -> MeasuredModel:
-        """The result, and the record of what was measured for it."""
+        """Measure what the method needs and return the converted model, with a record of what was measured."""
 
     @abstractmethod
     def details(self) -> dict[str, Json]:
-        """The details that a plan shows beside its costs."""
+        """Facts about the result that a plan lists beside its costs, by name."""
 
     def provenance(self) -> Provenance:
         """Record of the dense model for the manifest, if the conversion can be undone."""

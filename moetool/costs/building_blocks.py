@@ -53,12 +53,12 @@ class ModelSize:
 
     @property
     def experts(self) -> int:
-        """The number of experts in all layers."""
+        """Number of routed experts over all MoE layers; 0 for a dense model."""
         return 0 if self.shape is None else self.shape.experts * self.moe_layers
 
     @property
     def expert_numbers(self) -> int:
-        """The number of elements in all experts' weight matrices."""
+        """Number of weights in the matrices of all routed experts of all layers; 0 for a dense model."""
         return 0 if self.shape is None else self.experts * self.shape.expert_parameters
 
     @property
@@ -80,7 +80,7 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
 
 
 def dense_size(dense: DenseModel) -> ModelSize:
-    """The size of a dense model, read from its headers."""
+    """Count the parameters of a dense model, per layer and in all, from its headers alone."""
     prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
     numbers = _numbers(dense.checkpoint, prefixes)
     return _size(dense.checkpoint, dense.layers, dense.hidden, numbers, numbers)
@@ -236,7 +236,7 @@ def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def merging(size: ModelSize) -> Work:
-    """The work of merging the experts of every layer into a base."""
+    """Work of merging the experts of every layer into one base, their weights being read once more."""
     return Work(moved=COEFFICIENTS.merge_bytes * size.expert_numbers) + weights_again(size)
 
 
@@ -256,7 +256,7 @@ def factor_grams(cost: CalibrationCost, size: ModelSize) -> Work:
 
 
 def decoding(size: ModelSize) -> Work:
-    """The work of decoding every expert to dense matrices."""
+    """Work of decoding the matrices of every expert to dense ones."""
     return Work(moved=COEFFICIENTS.load_bytes * size.experts * size.moe.expert_parameters)
 
 

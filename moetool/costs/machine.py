@@ -58,7 +58,7 @@ class DeviceSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeeds:
-    """Speeds of the disk beside an output, in bytes per second."""
+    """Throughput of the disk that holds an output, in bytes per second, for reading and for writing."""
 
     read: Measure
     written: Measure
@@ -69,14 +69,14 @@ SpeedsT = TypeVar("SpeedsT", DeviceSpeeds, DiskSpeeds)
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(DeviceSpeeds, DiskSpeeds):
-    """Speeds of this machine by kind of work."""
+    """Measured speeds of this machine, by which amounts of `Work` are turned into seconds."""
 
     def seconds(self, work: Work) -> float:
         """The seconds that some work takes, its kinds one after the other."""
         return math.fsum(self.seconds_by_kind(work).values())
 
     def seconds_by_kind(self, work: Work) -> dict[str, float]:
-        """The seconds that some work takes, by field of `Work`."""
+        """Estimate the seconds that work takes, by field of `Work`; their sum is the time if nothing overlaps."""
         return {
             "products": sum(count / self.products[precision] for precision, count in work.products.items()),
             "eigen": sum(count * _between(self.eigen, n) for n, count in work.eigen.items()),
@@ -126,7 +126,7 @@ def _between(seconds: Mapping[int, float], n: int) -> float:
 
 
 def measured_speeds(device: torch.device) -> DeviceSpeeds:
-    """Measure the speeds of a device and of memory."""
+    """Measure how fast a device multiplies, factorizes, decomposes and moves memory."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     products: dict[Precision, float] = {}
     eigen: dict[int, float] = {}

@@ -56,7 +56,7 @@ def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
 
 
 def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
-    """The cost of the windows that gradients are taken on."""
+    """The cost of calibration on the windows that gradients are taken on, instead of all."""
     return replace(cost, samples=cost.gradient_samples)
 
 

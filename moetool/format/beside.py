@@ -24,7 +24,7 @@ def quantized_name(weight: str, tensor: str) -> str:
 
 
 def weight_of(module: str) -> str:
-    """Name of the weight of a module, `….q_proj.weight`."""
+    """The name of a module's weight, such as `model.layers.3.self_attn.q_proj.weight`."""
     return f"{module}.weight"
 
 

@@ -245,6 +245,6 @@ def halved(rows: Tensor, heads: int) -> Tensor:
 
 
 def attention_heads(config: Mapping[str, object]) -> tuple[int, int]:
-    """Heads of queries, and of keys and values."""
+    """Number of attention heads for queries, and for keys and values, from a `config.json`."""
     heads = whole_number(config, "num_attention_heads") or 1
     return heads, whole_number(config, "num_key_value_heads") or heads

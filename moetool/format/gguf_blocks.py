@@ -66,17 +66,17 @@ class BlockType:
 
     @property
     def has_minimum(self) -> bool:
-        """Whether groups have a minimum besides a scale."""
+        """Whether each group of a block stores a minimum that is subtracted, besides its scale (as in Q4_K)."""
         return self.minimum_range != (0, 0)
 
     @property
     def is_even(self) -> bool:
-        """Whether levels are whole numbers one after the other."""
+        """Whether the levels of codes are consecutive whole numbers, evenly spaced."""
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
 
     @property
     def is_signed(self) -> bool:
-        """Whether scale codes have a sign."""
+        """Whether the codes of group scales can be negative."""
         return self.scale_range[0] < 0
 
 

@@ -36,7 +36,7 @@ def delta_name(expert: int, role: Role, tensor: str) -> str:
 
 
 def base_name(role: Role, tensor: str) -> str:
-    """The name of a tensor of a base that is not dense."""
+    """The name on disk of one tensor of a base that is not stored dense, relative to the experts of its layer."""
     return f"moetool.base.{role}.{tensor}"
 
 
@@ -123,12 +123,12 @@ class LayerLayout:
 
     @property
     def is_native(self) -> bool:
-        """Whether nothing about this layer is moetool's."""
+        """Whether all matrices of the layer's experts are stored whole, as transformers has them."""
         return all(self.weights[role] is None for role in self.shape.roles)
 
     @property
     def is_pruned(self) -> bool:
-        """Whether channels of the base are missing from the file."""
+        """Whether the file holds fewer channels of the base than experts have neurons."""
         return self.base_channels < self.shape.intermediate
 
     @property
@@ -137,11 +137,11 @@ class LayerLayout:
         return not self.is_native and not any(self.has_base(role) for role in self.shape.roles)
 
     def input_rotation(self, role: Role) -> Rotation | None:
-        """The rotation of a role's inputs, if they are rotated."""
+        """The rotation that the inputs of a role's matrices go through; `None` if they are not rotated."""
         return Rotation(self.shape.matrix(role)[1], self.rotation[role]) if role in self.rotation else None
 
     def base_shape(self, role: Role) -> tuple[int, int]:
-        """Shape of the stored base, without its pruned channels."""
+        """The shape `[out, in]` of a role's base as stored, that is, without its pruned channels."""
         if role == "down":
             return self.shape.hidden, self.base_channels
         return self.base_channels, self.shape.hidden
@@ -236,7 +236,7 @@ class LayerLayout:
         return (self.native_parameters() + placeholders) * dtype.itemsize + own
 
     def to_config(self) -> dict[str, object]:
-        """JSON form, for `quantization_config` in `config.json`."""
+        """Return the layout as JSON values for `quantization_config`, which `from_config` reads back."""
         config: dict[str, object] = {
             role: None if weights is None else [weight.spec for weight in weights]
             for role, weights in self.weights.items()

@@ -38,7 +38,7 @@ class Books:
         self.output, self.work = output, output / WORK_DIRECTORY
 
     def is_done(self, unit: str) -> bool:
-        """Whether a unit's files are in place."""
+        """Whether the journal lists a unit as done, with its files in place."""
         return False
 
     @property
@@ -88,7 +88,7 @@ class Books:
         return path.relative_to(self.output).as_posix()
 
     def note(self, made: Outcome) -> None:
-        """Note what a unit has made, here or in another process."""
+        """Record what a unit of work has made, in this or in another process."""
 
     def catch_up(self, ranks: Ranks) -> None:
         """Wait for all processes of the job; what the first has noted by then, all know."""
@@ -100,7 +100,7 @@ class Books:
         """Leave what is there for a run that goes on with it: the job failed."""
 
     def close(self) -> None:
-        """Remove what was only for the work: the job is finished."""
+        """Delete the work directory of a finished job."""
 
 
 class RankBooks(Books):

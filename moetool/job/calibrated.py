@@ -264,7 +264,7 @@ class CalibratedJob:
         return replace(self.facts, loss=loss)
 
     def experts(self, layer: nn.Module) -> nn.Module:
-        """The fused experts of a loaded layer."""
+        """The module of a loaded decoder layer that holds its fused experts."""
         return layer.get_submodule(self.source.architecture.experts_module)
 
     def weights(self, index: int, layer: nn.Module) -> Weights:
@@ -293,7 +293,7 @@ class ForwardPass:
         self.steps = (calibrated.model.layer_count + 1) * calibrated.sweep.batch_count
 
     def through(self, last: int) -> None:
-        """Go on until layer `last` has been left."""
+        """Run the text through all layers up to `last`, each of which is visited and then left."""
         for index in range(self._next, last + 1):
             self._step(index)
         self._next = max(self._next, last + 1)

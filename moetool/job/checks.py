@@ -41,7 +41,7 @@ def check_output(stage: AnyStage, directory: Path, *, resume: bool, overwrite: b
 
 
 def identity(stage: AnyStage) -> str:
-    """A fingerprint of all that decides what a stage makes."""
+    """Fingerprint of a stage's inputs and of the options that decide its result; equal ones give equal bytes."""
     return fingerprint(stage.name, stage.sources(), stage.recipe())
 
 

@@ -31,7 +31,7 @@ class Conditions:
 
     @classmethod
     def now(cls, plan: Plan) -> Self:
-        """The conditions of a run that begins in this process."""
+        """Take the conditions of a run that begins in this process: experts at once, threads and processes."""
         return cls(plan.experts_at_once, torch.get_num_threads(), processes())
 
     @classmethod
@@ -43,7 +43,7 @@ class Conditions:
         return cls(at_once if isinstance(at_once, int) else None, threads, count)
 
     def to_json(self) -> dict[str, object]:
-        """The conditions in the form in which a journal notes them."""
+        """Return the conditions as JSON values for the journal, which `noted` reads back."""
         return asdict(self)
 
     @property

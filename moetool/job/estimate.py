@@ -29,7 +29,8 @@ class Estimate:
         return None if self.unknown else round(sum(phase.seconds for phase in self.phases), 2)
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of `--dry-run --json`."""
+        """Return the fields `phases` and `seconds` of `--dry-run --json`; seconds are `null` if they cannot be
+        predicted."""
         if self.unknown:
             return {"seconds": None}
         return {"phases": [phase.to_json() for phase in self.phases], "seconds": self.seconds}

@@ -25,7 +25,7 @@ class Forecast:
         self._taken = self._predicted = 0.0  # seconds of all finished work, and what was predicted for it
 
     def start(self, phase: str, total: int) -> None:
-        """Note that a phase of `total` steps begins."""
+        """Record that a phase of `total` steps has begun, and find its predicted time by its name."""
         later = [index for index in range(self._next, len(self._phases)) if self._phases[index].name == phase]
         self._own = 0.0
         if later:
@@ -34,16 +34,16 @@ class Forecast:
         self._began = self._stepped = self._clock()
 
     def advance(self) -> None:
-        """Note that one step is done."""
+        """Record that a step of the current phase is done."""
         self._done += 1
         self._stepped = self._clock()
 
     def skip(self, steps: int) -> None:
-        """Note that so many steps had been done by an earlier run."""
+        """Record that an earlier run has done so many steps of the phase, which cost no time in this one."""
         self._skipped += steps
 
     def finish(self) -> None:
-        """Note that the phase is over."""
+        """Record that the current phase has ended, so that its time corrects the prediction of later ones."""
         if self._own:
             self._taken += self._clock() - self._began
             self._predicted += self._own * max(0.0, 1 - self._skipped / self._total)
@@ -71,7 +71,7 @@ def _pace(taken: float, predicted: float, weight: float, before: float = 1.0) ->
 
 
 def format_seconds(seconds: float) -> str:
-    """12000 → `3 h 20 min`, as exactly as a prediction may be."""
+    """Format a predicted duration with few digits: 12000 is `3 h 20 min`."""
     if seconds < 1:
         return "1 s"
     if seconds < 99.5:

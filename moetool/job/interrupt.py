@@ -1,4 +1,5 @@
-"""SIGTERM finishes the unit in hand and exits resumably."""
+"""Orderly interruption: after SIGTERM a job finishes the unit in hand and exits in a state that `--resume`
+continues."""
 
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from moetool.errors import InterruptedRunError
 
 
 class Interrupt:
-    """Remembers that somebody asked to stop."""
+    """A flag that a stop was asked for, which jobs check between units of work."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -21,13 +22,13 @@ class Interrupt:
             self.stop()
 
     def stop(self) -> NoReturn:
-        """Raise `InterruptedRunError`."""
+        """Raise `InterruptedRunError` with the advice to resume."""
         raise InterruptedRunError("Stopped as asked, after finishing the unit in hand. Go on with --resume.")
 
 
 @contextmanager
 def listening() -> Iterator[Interrupt]:
-    """Turn SIGTERM into a flag for the time of the `with` block."""
+    """Context manager in which SIGTERM sets the flag of the returned `Interrupt` instead of ending the process."""
     interrupt = Interrupt()
 
     def request(signum: int, frame: FrameType | None) -> None:

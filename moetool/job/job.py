@@ -31,15 +31,15 @@ from moetool.runtime.memory import return_heap
 
 
 class Input(Protocol):
-    """Any checkpoint that a stage can work on."""
+    """Protocol of the input of a stage: a checkpoint, and the dtype of its weights."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint on disk."""
+        """The opened checkpoint, whose headers are read and whose tensors are read lazily."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of its weights."""
+        """The dtype that most weights of the model are stored in."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -86,7 +86,7 @@ class DecodedSource(Source):
 
 @dataclass(frozen=True)
 class DenseSource:
-    """A dense model that a stage works on."""
+    """Input of a stage that converts a dense model."""
 
     checkpoint: Checkpoint
     dense: DenseModel
@@ -127,12 +127,12 @@ class Job(Generic[SourceT]):
 
     @property
     def output(self) -> Path:
-        """The directory of the result."""
+        """Path of the directory in which the result is written."""
         return self.workspace.output
 
     @property
     def work(self) -> Path:
-        """The directory of unfinished files."""
+        """Path of the work directory, which holds unfinished files and is deleted at the end."""
         return self.workspace.work
 
     def part(self, name: str) -> "Job[SourceT]":
@@ -239,17 +239,17 @@ class Job(Generic[SourceT]):
 
     @property
     def device(self) -> torch.device:
-        """The device to compute on."""
+        """The torch device that `--device` picks."""
         return pick_device(self.options.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype to run the model in."""
+        """The dtype in which the model runs forwards, by `--compute-dtype` and the device."""
         return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype to run the model in where gradients are taken."""
+        """The dtype in which the model runs when gradients are taken, by `--compute-dtype` and the device."""
         return pick_compute_dtype(self.options.compute_dtype, self.device, self.source.dtype, gradients=True)
 
 
@@ -305,5 +305,5 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
-    """A tensor detached, contiguous, and on the CPU."""
+    """Detach a tensor and return it contiguous on the CPU, without a copy if it is so already."""
     return tensor.detach().to("cpu").contiguous()

@@ -103,7 +103,7 @@ class Journal:
         unit.files = {**unit.files, **entry["made"]}
 
     def is_done(self, unit: str) -> bool:
-        """Whether a unit's files are in place."""
+        """Whether a unit is listed as done and none of its files has to be made again."""
         return unit in self.units and unit not in self.again
 
     def done(

@@ -1,4 +1,4 @@
-"""Peak memory of this process, without the page cache."""
+"""Measure the peak memory of this process in bytes, without pages of files that the system may drop."""
 
 import threading
 from typing import Self

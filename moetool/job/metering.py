@@ -47,7 +47,7 @@ class JobCosts(Printed):
     phases: Sequence[PhaseCost] = ()
 
     def plus(self, later: "JobCosts") -> "JobCosts":
-        """The costs of this run and a later one together."""
+        """Add the costs of a later run of the same job: times are summed, peaks are maxima."""
         phases = {phase.name: phase for phase in self.phases}
         for phase in later.phases:
             phases[phase.name] = _joined(phases[phase.name], phase) if phase.name in phases else phase
@@ -103,7 +103,7 @@ class Meter(Progress):
 
     @property
     def this_run(self) -> JobCosts:
-        """The costs of this run up to now."""
+        """Return time, peak memory and scratch space of this run so far, by phase and in all."""
         expected = {phase.name: phase.seconds for phase in self._expected or ()}
         phases = [
             PhaseCost(name, round(spent.seconds, 2), spent.memory, spent.scratch, expected.get(name))
@@ -119,7 +119,7 @@ class Meter(Progress):
 
     @property
     def all_runs(self) -> JobCosts:
-        """The costs of this run and of all earlier runs of the job."""
+        """Return the costs of this run so far and of the job's earlier runs together."""
         return (self._earlier or JobCosts()).plus(self.this_run)
 
     @property

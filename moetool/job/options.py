@@ -86,7 +86,7 @@ class TextOptions(Options):
 
 
 class CalibrationOptions(TextOptions):
-    """Calibration options of methods that also take gradients."""
+    """Calibration options of methods that take gradients, beside those that name the text."""
 
     group: ClassVar[str] = "Calibration"
 
@@ -101,7 +101,7 @@ class CalibrationOptions(TextOptions):
 
 
 class IncludeOptions(Options):
-    """Options for quantizing weights beside the experts."""
+    """Option that quantizes weights beside the experts: attention, embeddings, or both."""
 
     include: Names = Field(
         (),
@@ -119,7 +119,7 @@ class IncludeOptions(Options):
 
 
 class SizeOptions(Options):
-    """The options that say how small the weight files are to be."""
+    """Options that set the size of the output's weight files, as a share to save or in bytes."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size")
 
@@ -182,7 +182,7 @@ def with_some_text(options: OptionsT) -> OptionsT:
 
 
 def context_length(config: Settings) -> int | None:
-    """The positions of a model; some families know of no end."""
+    """Largest number of positions that a model's config names; `None` for families without such a limit."""
     found = config.get("max_position_embeddings", config.get("n_positions"))
     return found if isinstance(found, int) else None
 

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Peak bytes on the disk: the output and scratch files."""
+        """Peak disk space that the job takes, in bytes: output and scratch files together."""
         return self.output_bytes + self.scratch_bytes
 
     @property
@@ -63,7 +63,7 @@ class Plan:
         return found if isinstance(found, int) else None
 
     def to_json(self) -> dict[str, Json]:
-        """The fields that `--dry-run --json` prints."""
+        """Return the plan's fields as `--dry-run --json` prints them; sizes are in bytes."""
         return {
             "stage": self.stage,
             "input_bytes": self.input_bytes,

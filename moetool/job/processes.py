@@ -8,7 +8,7 @@ _MPI = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def processes() -> int:
-    """The number of processes that work on the job."""
+    """Number of processes that the launcher has started for the job (torchrun or MPI); 1 without a launcher."""
     return _told("WORLD_SIZE", *(f"{kind}SIZE" for kind in _MPI), otherwise=1)
 
 
@@ -42,7 +42,7 @@ def _zero_stage() -> str:
 
 
 def rank() -> int:
-    """The number of this process, counted from 0."""
+    """Rank of this process among all processes of the job, from 0."""
     return _told("RANK", *(f"{kind}RANK" for kind in _MPI), otherwise=0)
 
 
@@ -57,7 +57,7 @@ def local_processes() -> int:
 
 
 def local_rank() -> int:
-    """The number of this process among those on its machine."""
+    """Rank of this process among those on its machine, from 0, by which it picks its card."""
     return _told("LOCAL_RANK", "MPI_LOCALRANKID", *(f"{kind}LOCAL_RANK" for kind in _MPI), otherwise=rank())
 
 

@@ -7,25 +7,25 @@ from moetool.job.result import PhaseTime
 
 
 class Progress:
-    """Receives what a job is doing; this one draws nothing."""
+    """Receiver of a job's progress; this base class ignores all of it, and displays override it."""
 
     def expect(self, phases: Sequence[PhaseTime]) -> None:
         """Note which phases will come, and how long each is predicted to take."""
 
     def start(self, phase: str, total: int) -> None:
-        """Begin a phase of `total` steps; 0 if nobody counts them."""
+        """Begin a phase of `total` steps; 0 if their number is not known."""
 
     def advance(self) -> None:
-        """Note that one step is done."""
+        """Count one step of the current phase as done."""
 
     def skip(self, steps: int) -> None:
-        """Leave so many steps out, which an earlier run has done."""
+        """Count so many steps of the current phase as done by an earlier run."""
 
     def finish(self, *, stopped: bool = False) -> None:
         """End the phase; `stopped` where it is not done, since something was raised in it."""
 
     def log(self, message: str) -> None:
-        """Show a message on a line of its own."""
+        """Show a message for people on a line of its own."""
 
 
 SILENT = Progress()

@@ -32,7 +32,7 @@ class Keyed(Inlined, dict[KeyT, Value]):
     """A mapping whose keys are printed among the fields of the record that holds it."""
 
     def to_json(self) -> dict[str, Json]:
-        """The entries of the mapping as values of JSON."""
+        """Return the entries of the mapping as JSON values, with keys as text."""
         return {str(key): _plain(value) for key, value in self.items()}
 
 
@@ -73,7 +73,7 @@ class CalibrationFacts(Printed):
 
 @dataclass(frozen=True)
 class PhaseTime(Printed):
-    """Seconds that a phase took, or is expected to take."""
+    """Name of a phase of a job, and the seconds that it took or is predicted to take."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""Assignment of a result's tensors to its weight files."""
+"""Plan of a result's weight files: which tensors lie in which shard, by layer and size limit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,24 +34,24 @@ class ShardPlan:
             size += nbytes
 
     def layers(self, shard: int) -> list[int]:
-        """The layers whose tensors lie in shard `i`."""
+        """Numbers of the layers whose tensors lie in a shard, in order."""
         return [self.units[unit][0] for unit in self.shards[shard]]
 
     def specs(self, shard: int) -> list[TensorSpec]:
-        """The tensors that lie in shard `i`."""
+        """Names, dtypes and shapes of the tensors in a shard, in the order in which they are written."""
         return [spec for unit in self.shards[shard] for spec in self.units[unit][1]]
 
     def unit(self, layer: int) -> Sequence[TensorSpec]:
-        """The tensors of a layer."""
+        """Names, dtypes and shapes of the tensors of one layer."""
         return next(specs for owner, specs in self.units if owner == layer)
 
     def writer(self, directory: Path) -> CheckpointWriter:
-        """The writer for this plan."""
+        """Make the writer of these shards in a directory."""
         return CheckpointWriter(directory, [self.specs(shard) for shard in range(len(self.shards))])
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all weight files."""
+        """Exact size in bytes of all weight files together, headers included."""
         return self.writer(Path()).nbytes
 
 

@@ -113,15 +113,15 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def inputs(self) -> Mapping[str, Checkpoint]:
-        """Every checkpoint that is read, by its part in this stage."""
+        """Every checkpoint that the stage reads, by the name of its part: `input`, `base` and others."""
         return {"input": self.source.checkpoint}
 
     def sources(self) -> Mapping[str, str]:
-        """Fingerprints of every checkpoint that is read."""
+        """Fingerprints of all checkpoints that the stage reads, by the name of their part."""
         return {name: checkpoint.fingerprint() for name, checkpoint in self.inputs().items()}
 
     def texts(self) -> list[str]:
-        """Every DATA argument whose text the job reads."""
+        """The DATA arguments of all texts that the job reads, as typed."""
         text = getattr(self.options, "calibration", None)
         return [text] if text else []
 
@@ -136,7 +136,8 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         return self.options.model_copy(update={"compute_dtype": "bfloat16"})
 
     def recipe(self) -> dict[str, object]:
-        """The options that decide the result, for the manifest."""
+        """The options that decide the result as JSON values, for fingerprint and manifest; device and the like are left
+        out."""
         return {"stage": self.name, **self.options.model_dump(mode="json", exclude=_INCIDENTAL)}
 
 
@@ -145,5 +146,5 @@ AnyStage: TypeAlias = Stage[Any, Any]
 
 
 def found_here(names: Iterable[str]) -> list[Path]:
-    """The paths of those sources that exist on this disk."""
+    """Local paths of those named sources that exist on this machine; hub ids are left out."""
     return [path for name in names if (path := local_path(name)).exists()]

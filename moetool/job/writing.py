@@ -52,7 +52,7 @@ class Making(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps of the progress bar that making all layers takes."""
+        """Number of steps that making all layers adds to the progress bar."""
 
     @property
     def is_chain(self) -> bool:

@@ -39,7 +39,7 @@ def _parse_layers(value: object) -> object:
 
 
 class AnalysisOptions(Options):
-    """Options of `inspect --analysis`."""
+    """Options of `moetool inspect --analysis`: which layers are analyzed."""
 
     layers: Annotated[tuple[int, ...], BeforeValidator(_parse_layers)] | None = Field(
         None, description="With --analysis: only these layers, e.g. 0,4,8."

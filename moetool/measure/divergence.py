@@ -96,7 +96,7 @@ class AgainstOriginal:
         self._batches.append(_Batch(losses, own, kl, same, logits.shape[0] * logits.shape[1]))
 
     def divergence(self, batches: slice = slice(None)) -> Divergence:
-        """Summarise some of the batches, by default all of them."""
+        """Summarize how predictions differ from the original's over some batches, by default over all."""
         found = self._batches[batches]
         losses, own = (torch.cat([getattr(batch, name) for batch in found]) for name in ("losses", "own"))
         deltas, nll = losses - own, own.mean().item()

@@ -83,7 +83,7 @@ class ExpertErrors:
         self.problems: list[str] = []
 
     def compare(self, progress: Progress) -> None:
-        """Compare every expert's matrix of two checkpoints."""
+        """Compare every expert matrix of the result with the source's and record relative errors and problems."""
         with phase(progress, "Compare experts", len(self._made.moe_layers)):
             for layer in self._made.moe_layers:
                 self.relative[layer], self.by_expert[layer] = {}, {}

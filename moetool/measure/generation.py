@@ -1,4 +1,4 @@
-"""Generates text with a model, after a prompt."""
+"""Text generation with a loaded model after a prompt, as `moetool generate` does it."""
 
 import math
 import time
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GenerationOptions(LoadedOptions):
-    """Options of `moetool generate`."""
+    """Options of `moetool generate`: length, sampling, chat template and how the model is loaded."""
 
     max_new_tokens: int = Field(
         128, ge=1, description="At most; the model may end before [default: 128, as far as it goes]."

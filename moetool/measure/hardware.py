@@ -1,4 +1,4 @@
-"""The hardware of this machine, and its measured speed."""
+"""What hardware this machine has, and how fast it was measured to be."""
 
 import os
 import platform

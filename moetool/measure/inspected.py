@@ -1,4 +1,4 @@
-"""Results of `moetool inspect`."""
+"""Result records of `moetool inspect` (docs/json.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

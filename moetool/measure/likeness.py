@@ -52,7 +52,7 @@ class LikenessOptions(LoadedOptions):
 
     @property
     def has_limits(self) -> bool:
-        """Whether any limit is set that a result could exceed."""
+        """Whether a largest KL divergence, layer error or least agreement was set, beyond which verification fails."""
         return (self.max_kl, self.min_top1, self.max_layer_error) != (None, None, None)
 
 

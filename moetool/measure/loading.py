@@ -1,4 +1,4 @@
-"""Loads a model for evaluation as options say."""
+"""Load a model for evaluation on the device, in the dtype and in the form that options ask for."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the first tensor of floating point."""
+    """The dtype of a checkpoint's first floating-point tensor; fp32 if there is none."""
     return next((info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point), torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Options of all commands that load a model and run it."""
+"""Options that all commands have in common that load a model and run it."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from moetool.runtime.synthesis import Synthesis
 
 
 class LoadedOptions(Options):
-    """Options for loading a model."""
+    """Options for loading a model to run it: device, dtype, and share of experts of a moefied model."""
 
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib (`pip install moetool[plots]`)."""
+"""Charts of measurements, drawn by matplotlib (`pip install moetool[plots]`)."""
 
 import math
 import os
@@ -21,7 +21,11 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raise `UsageError` unless a picture can be written there."""
+    """Check that a chart can be written to a path, before anything is measured for it.
+
+    Raises:
+        UsageError: matplotlib is missing, the suffix is not known, or the file cannot be written.
+    """
     try:
         import matplotlib as _  # noqa: F401
     except ImportError as error:

@@ -27,7 +27,7 @@ class NextTokens:
         return logits
 
     def targets(self, windows: Tensor) -> Tensor:
-        """The tokens that are right, `[batch, length − 1]`."""
+        """The true next tokens `[batch, length − 1]` of windows `[batch, length]`."""
         return windows[:, 1:]
 
 

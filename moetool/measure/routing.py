@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RoutingOptions(Options):
-    """Options of `moetool routing`."""
+    """Options of `moetool routing`: texts to compare, windows, device and dtype."""
 
     data: str = Field(description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")

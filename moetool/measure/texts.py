@@ -45,7 +45,7 @@ class BatchedTexts:
 
     @property
     def of_each(self) -> Iterator[tuple[TextWindows, slice]]:
-        """Every text, and which of the batches are its own."""
+        """Iterate over the texts, each with the range of batches that its windows fill."""
         begin = 0
         for text in self.texts:
             end = begin + -(-len(text.windows) // self.rows)

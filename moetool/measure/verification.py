@@ -147,7 +147,8 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def exported_gguf(path: str | Path) -> Path | None:
-    """The GGUF file of an export, where a path is its directory."""
+    """Path of the GGUF file in a directory that `moetool export --format gguf` has written; `None` for any other
+    path."""
     folder = local_path(path)
     file = folder / MODEL
     return file if file.is_file() and not (folder / CONFIG).exists() else None

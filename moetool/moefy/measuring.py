@@ -45,7 +45,7 @@ class LayerFiles:
 
     @property
     def sums(self) -> Path:
-        """File of the layer's sums over the whole text."""
+        """Path of the file with the layer's activation sums over the whole calibration text."""
         return self.work / f"sums-{self.layer:05d}.safetensors"
 
     @property

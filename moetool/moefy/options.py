@@ -1,4 +1,4 @@
-"""Options of both kinds of MoEfication."""
+"""Options of MoEfication and G-MoEfication, which split a dense model's neurons into experts."""
 
 from typing import Literal
 

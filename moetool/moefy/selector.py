@@ -42,7 +42,7 @@ class TrainedSelector:
 
 
 def needed_tokens(experts: int) -> int:
-    """The fewest tokens that a selector is trained on."""
+    """Least number of tokens to train a selector of so many experts on."""
     return 64 * experts
 
 

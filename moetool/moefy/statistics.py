@@ -53,7 +53,7 @@ class NeuronStatistics:
 
     @property
     def mean(self) -> Tensor:
-        """`[intermediate]` fp64, mean activation of every neuron."""
+        """Mean activation of every neuron over all tokens, `[intermediate]` fp64."""
         return self._total.cpu() / self._count
 
     @property
@@ -76,7 +76,7 @@ class NeuronStatistics:
                 handle.remove()
 
     def reduce(self, peers: Peers) -> None:
-        """Add up what all processes have seen, but for their inputs."""
+        """Sum counts and activation sums over all processes, in place; sampled inputs stay with each process."""
         count = torch.tensor([self._count])
         for sum_ in (self._total, self._product, count):
             peers.all_reduce(sum_)
@@ -120,7 +120,7 @@ class SampledNetwork:
 
     @property
     def device(self) -> torch.device:
-        """Device of the layer's weights."""
+        """The device on which the network's weights lie."""
         return self._down.weight.device
 
     @torch.no_grad()

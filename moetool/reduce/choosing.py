@@ -23,12 +23,12 @@ class Fewer:
 
     @property
     def each(self) -> int:
-        """Number of experts that each router group keeps."""
+        """Number of experts that each router group keeps; groups all have the same number."""
         return self.kept // self.groups
 
     @property
     def ranges(self) -> list[range]:
-        """Range of expert numbers of each router group."""
+        """The expert numbers of each router group; one range if the router has no groups."""
         size = self.experts // self.groups
         return [range(group * size, (group + 1) * size) for group in range(self.groups)]
 
@@ -55,7 +55,7 @@ class Merged:
 
 
 def pruned(kept: Sequence[int]) -> list[Merged]:
-    """The experts that are kept as they are."""
+    """Describe a layer that keeps these experts unchanged, and merges none."""
     return [Merged((expert,)) for expert in sorted(kept)]
 
 

@@ -7,12 +7,12 @@ from moetool.numerics.work import Work
 
 
 def tokens_in_layers(cost: CalibrationCost, size: ModelSize) -> int:
-    """Tokens times MoE layers that they go through."""
+    """Number of calibration tokens times the number of MoE layers that each goes through."""
     return cost.samples * cost.length * size.moe_layers
 
 
 def every_expert(cost: CalibrationCost, size: ModelSize, shape: MoEShape) -> Work:
-    """Work of running every expert on every token."""
+    """Work of running every expert on every calibration token, routed to it or not."""
     numbers = tokens_in_layers(cost, size) * shape.experts
     return Work(
         products={"float32": numbers * shape.expert_parameters},

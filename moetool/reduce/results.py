@@ -1,4 +1,4 @@
-"""Results of methods that leave a layer fewer experts."""
+"""Result records of the methods that leave a layer fewer experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -24,11 +24,11 @@ class Scores(Collector):
         self.tokens[expert] += len(inputs)
 
     def sums(self) -> dict[str, Tensor]:
-        """Further sums over tokens that a method measures, by name."""
+        """Sums over tokens that a method measures beside token counts, by name."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All scores as named tensors, for a safetensors file."""
+        """Return all scores of a layer as named tensors on the CPU, for a safetensors file."""
         return {TOKENS: self.tokens, **{name: tensor.cpu() for name, tensor in self.sums().items()}}
 
     def reduce(self, peers: Peers) -> None:

@@ -75,7 +75,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
     @property
     def fewer(self) -> Fewer:
-        """Number of experts that every layer keeps."""
+        """How many experts each layer keeps, and in which router groups; alike for all layers."""
         return self._left[0]
 
     @cached_property

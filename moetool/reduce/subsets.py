@@ -28,12 +28,12 @@ Weigh = Callable[
 
 
 def subset_count(fewer: Fewer) -> int:
-    """Number of subsets of experts that a layer could keep."""
+    """Number of subsets of a layer's experts that could be kept: a product of binomials, one per router group."""
     return math.prod(math.comb(len(group), fewer.each) for group in fewer.ranges)
 
 
 def subsets(fewer: Fewer, sample: int | None, seed: int) -> list[Subset]:
-    """Return all subsets, or a random `sample` of them, sorted."""
+    """Enumerate all subsets that could be kept, or draw `sample` different ones of them; sorted."""
     if sample is None or sample >= subset_count(fewer):
         ways = (itertools.combinations(group, fewer.each) for group in fewer.ranges)
         return [tuple(itertools.chain(*parts)) for parts in itertools.product(*ways)]

@@ -52,7 +52,7 @@ class Item:
 
     @property
     def last(self) -> int:
-        """Index of the form that loses least."""
+        """Index of the largest form, which loses least."""
         return len(self.losses) - 1
 
     def at(self, price: float) -> int:
@@ -107,7 +107,7 @@ class Ladder:
 
     @cached_property
     def step_bytes(self) -> int:
-        """Bytes of one step in rank."""
+        """Bytes by which the stored factors grow with each step of `multiple` in rank."""
         form = self._at(self.multiple)
         shared = sum(stored.nbytes(self.dtype) for stored in form.shared_tensors(self.shape).values())
         return form.nbytes(self.shape, self.dtype) + shared
@@ -119,7 +119,7 @@ class Ladder:
 
     @cached_property
     def steps(self) -> int:
-        """Steps in rank that stay cheaper than the matrix itself."""
+        """Number of steps in rank up to which factors take fewer bytes than the whole matrix."""
         return min(break_even_rank(self.shape) // self.multiple, (self.dense_bytes - 1) // self.step_bytes)
 
     @cached_property
@@ -190,12 +190,12 @@ class Group:
 
     @property
     def least(self) -> int:
-        """Bytes with the smallest form of every item."""
+        """Bytes of the group with the smallest form of every item, its base included."""
         return self.base_bytes + sum(int(item.nbytes[0]) for item in self.items.values())
 
     @property
     def most(self) -> int:
-        """Bytes of the choice that loses least, whatever it takes."""
+        """Bytes of the group with the form of every item that loses least, or of the group left as it is."""
         if self.native_bytes is not None:
             return self.native_bytes
         return self.base_bytes + sum(int(item.nbytes[-1]) for item in self.items.values())

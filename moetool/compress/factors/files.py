@@ -31,7 +31,7 @@ from moetool.representations.low_rank import break_even_rank
 
 
 class FactorChoices(Protocol):
-    """The options that decide a factorisation."""
+    """The options that decide the low-rank factors of a delta: kind of SVD, weights of errors, common factor."""
 
     @property
     def svd(self) -> Svd: ...
@@ -63,16 +63,16 @@ class SpectrumFile:
 
     @property
     def count(self) -> int:
-        """The number of spectra per role."""
+        """Number of spectra per role: one per expert, or one where the experts have a factor in common."""
         return self._shape.experts if self.share == "none" else 1
 
     def matrix(self, role: Role) -> tuple[int, int]:
-        """The shape of the matrix that a spectrum of this role is of."""
+        """The shape `[out, in]` of the matrix behind one spectrum: a delta, or the deltas of all experts joined."""
         return joint_shape(self._shape.matrix(role), self._shape.experts, self.share)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, without its header."""
+        """Bytes of the file's numbers, without the header of the safetensors format."""
         ranks = sum(break_even_rank(self.matrix(role)) + 1 for role in self._shape.roles)
         return 8 * (self.count * ranks + (len(ROLES) + 1) * self._shape.experts)
 
@@ -171,7 +171,7 @@ class LayerFactors:
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:
-        """Write the spectra of all processes to a file."""
+        """Compute the spectra of the layer's deltas, shared among all processes, and write them to a file."""
         peers = self._owned.peers
         spectra = chain.from_iterable(peers.gather(list(self._spectra())))
         if peers.is_first:

@@ -48,7 +48,7 @@ class LayerSpectra:
     bits: int | None = None
 
     def base_bytes(self, role: Role, shape: MoEShape, dtype: torch.dtype) -> int:
-        """Bytes of the base of one role as it is stored."""
+        """Bytes of a role's base in its stored form, without its pruned channels."""
         rows, columns = shape.matrix(role)
         pruned = (rows, self.base_channels) if role == "down" else (self.base_channels, columns)
         return self.base[role].nbytes(pruned, dtype)

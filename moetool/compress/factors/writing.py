@@ -55,7 +55,7 @@ from moetool.representations.low_rank import LowRank
 
 
 class FactorOptions(RunOptions, SizeOptions, TextOptions):
-    """The options that decide how deltas become low-rank factors."""
+    """Options of methods that store deltas as low-rank factors: ranks, their budget, and the error to make least."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")
 
@@ -150,7 +150,7 @@ class FactoredLayers:
         seed: int,
         method: str,
     ) -> None:
-        """Write the checkpoint; its layers are encoded on the way."""
+        """Write the checkpoint shard by shard, encoding the layers of each shard before it is written."""
         statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
         write_model(
             self.job,
@@ -270,13 +270,13 @@ def _trim_note(options: FactorOptions, largest: int, original: int) -> str | Non
 
 
 def unreached(entry: LayerSpectra) -> list[int]:
-    """The experts of a layer that no calibration token reached."""
+    """Experts of a layer to which no calibration token was routed; none if the layer was not calibrated at all."""
     energy = entry.factors.input_energy()[ROLES.index("up")]
     return [expert for expert, given in enumerate(energy.tolist()) if given == 0] if bool(energy.any()) else []
 
 
 def factor_cost(source: Source, options: FactorOptions, *, gradients: bool) -> CalibrationCost:
-    """The cost of the calibration passes that factors need."""
+    """Cost of the calibration passes in which the statistics for low-rank factors are measured."""
     return calibration_cost(source, options, options if options.calibration else None, gradients=gradients)
 
 

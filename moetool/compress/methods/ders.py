@@ -108,7 +108,8 @@ class _Ders(Stage[DersT]):
 
 
 class DersQuantize(_Ders[DersQuantizeOptions]):
-    """Does in one pass what `decompose` and `quantize-delta` do."""
+    """Compression in one pass to a shared base per layer and quantized deltas, as `decompose` and then
+    `quantize-delta`."""
 
     name: ClassVar[str] = "ders-quantize"
     summary: ClassVar[str] = "one shared base per layer plus quantized deltas"
@@ -125,7 +126,8 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
 
 
 class DersSparsify(_Ders[DersSparsifyOptions]):
-    """Does in one pass what `decompose` and `sparsify-delta` do."""
+    """Compression in one pass to a shared base per layer and sparse deltas, as `decompose` and then
+    `sparsify-delta`."""
 
     name: ClassVar[str] = "ders-sparsify"
     summary: ClassVar[str] = "one shared base per layer plus sparse deltas"

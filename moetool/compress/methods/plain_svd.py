@@ -94,7 +94,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
 
 
 class PlainSvd(UnmeasuredSvd):
-    """Stores factors of the experts' own matrices."""
+    """Truncated SVD of each expert's own matrices, with neither a base nor calibration text."""
 
     name: ClassVar[str] = "plain-svd"
     summary: ClassVar[str] = "every expert's own truncated SVD, without a base"

@@ -86,7 +86,7 @@ class QuantizeOptions(MixingOptions):
 
 
 class Quantize(MixingStage[QuantizeOptions]):
-    """Quantizes each expert's own matrices, without a base."""
+    """Quantization of each expert's own matrices without a base, at one width or within a budget."""
 
     name: ClassVar[str] = "quantize"
     summary: ClassVar[str] = "every expert on its own in few bits, without a base"

@@ -82,7 +82,7 @@ class MixedLayers:
         }
 
     def losses(self) -> FormLosses:
-        """Estimated losses of all forms, as they were measured."""
+        """Read the estimated losses of all forms of all matrices from the files that were measured."""
         found = {layer: load_file(losses_path(self._measured, layer)) for layer in self._reader.moe_layers}
 
         def of(layer: int, scheme: StorageScheme, role: Role, expert: int) -> Sequence[float]:

@@ -21,7 +21,7 @@ _VERSION = 1
 
 
 def plan_text(layouts: Mapping[int, LayerLayout]) -> str:
-    """The text of a plan file for these layouts by layer."""
+    """Write layouts by layer as the text of a plan file, which `--plan` reads back and users may edit."""
     layers = {
         layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()
     }

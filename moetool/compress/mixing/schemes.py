@@ -60,7 +60,7 @@ class StorageScheme:
 
     @property
     def has_base(self) -> bool:
-        """Whether matrices are stored as deltas to a base."""
+        """Whether the scheme stores matrices as deltas to a shared base, rather than by themselves."""
         return not self.name.startswith(_NONE)
 
     @cached_property
@@ -79,7 +79,8 @@ class StorageScheme:
         return Rotation(shape.matrix(role)[1], found[role]) if found else None
 
     def encoded_base(self, shape: MoEShape, layer: int, merged: LayerBase) -> LayerBase:
-        """A layer's merged base in the representation of this scheme."""
+        """Encode a layer's merged base in this scheme's representation, with its inputs rotated if the scheme says
+        so."""
         return merged.encoded(self.base, self.rotation_seeds(shape, layer))
 
 

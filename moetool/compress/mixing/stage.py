@@ -78,12 +78,12 @@ class MixingStage(Stage[MixingOptionsT]):
 
     @property
     def merge(self) -> Merge:
-        """How bases are made of the experts."""
+        """The rule by which a layer's base is merged from its experts."""
         return "fisher"
 
     @property
     def granularity(self) -> Granularity:
-        """Which matrices have to have the same form."""
+        """The set of matrices that have to have one form in common; `matrix` if each may have its own."""
         return "matrix"
 
     @property
@@ -104,7 +104,7 @@ class MixingStage(Stage[MixingOptionsT]):
 
     @cached_property
     def target(self) -> int:
-        """Bytes that the weight files may take at most."""
+        """Largest size of the output's weight files, in bytes."""
         return self.smallest if self.ratio is None else round(original_bytes(self.source) * (1 - self.ratio))
 
     @property
@@ -133,7 +133,7 @@ class MixingStage(Stage[MixingOptionsT]):
 
     @cached_property
     def offered(self) -> Sequence[StorageScheme]:
-        """The schemes that are measured and chosen from."""
+        """The storage schemes whose forms are measured and chosen from, by the bits that the target leaves."""
         return self.schemes(self.average_bits.get(True), self.average_bits.get(False))
 
     @cached_property
@@ -142,12 +142,12 @@ class MixingStage(Stage[MixingOptionsT]):
         return self.choosing(self.offered)
 
     def choosing(self, schemes: Sequence[StorageScheme]) -> Choosing:
-        """A choice among these schemes."""
+        """Make the search for the best forms within a budget, among those that the given schemes offer."""
         return Choosing(self.source, schemes, self.granularity, self.options.shard_size)
 
     @cached_property
     def experts_at_once(self) -> int:
-        """Number of a layer's experts that are in memory together."""
+        """Number of experts of a layer that are in memory together, by `--memory`."""
         return experts_at_once(self._memory, self.options)
 
     # Plan.

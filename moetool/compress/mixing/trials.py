@@ -174,7 +174,7 @@ class Trials:
 
 
 def in_words(trial: Trial) -> str:
-    """A sentence on the size and the increase of a trial."""
+    """Describe the size and the measured increase in perplexity of a trial, in one sentence."""
     return (
         f"{format_bytes(trial.bytes)}: perplexity grows by {trial.increase:.2%} ± {trial.increase_error:.2%} "
         "on windows held out."

@@ -65,7 +65,7 @@ class FactoredExperts(RefinableExperts):
         return replace(self, bases=bases, factors={key: (stored(u), stored(v)) for key, (u, v) in self.factors.items()})
 
     def leaves(self) -> "FactoredExperts":
-        """A copy in which all that may move requires gradients."""
+        """Copy the experts so that each base and factor that may move is a leaf that requires gradients."""
 
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().requires_grad_(True)

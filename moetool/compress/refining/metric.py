@@ -36,7 +36,7 @@ class OutputGradients(Collector):
         peers.all_reduce(self._gram.matrix())
 
     def save(self, path: Path) -> None:
-        """Write the mean over all tokens to a file."""
+        """Write the mean of `g gᵀ` over all tokens, `[hidden, hidden]` fp32 in nats², to a safetensors file."""
         save_tensors(path, {"mean": (self._gram.matrix() * (self._scale / self._tokens)).float().cpu()})
 
 

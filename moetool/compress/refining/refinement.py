@@ -32,11 +32,11 @@ _AT_ONCE = 4096  # tokens that are evaluated together
 
 
 class RefinableExperts(ABC):
-    """Experts in the form in which they are stored."""
+    """Experts of one layer in their stored form, as a strategy of refinement needs to see them."""
 
     @abstractmethod
     def matrices(self, expert: int) -> ExpertMatrices:
-        """The matrices that the stored tensors of one expert stand for."""
+        """Decode the matrices of one expert, by role, to fp32."""
 
 
 RefinableT = TypeVar("RefinableT", bound=RefinableExperts)
@@ -66,7 +66,7 @@ class MovingExperts(ABC, Generic[RefinableT]):
 
     @abstractmethod
     def stored(self) -> RefinableT:
-        """The experts as they would be stored now."""
+        """Round the current values to the stored form and return the experts as they would be written."""
 
 
 @dataclass(frozen=True, eq=False)

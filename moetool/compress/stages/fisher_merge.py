@@ -25,7 +25,7 @@ from moetool.job.writing import record_origin
 
 
 class FisherMergeOptions(RunOptions, CalibrationOptions):
-    """Options of merging: how the base is made of the experts."""
+    """Options of `moetool fisher-merge`: calibration, and the rule by which experts are merged into a base."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
 

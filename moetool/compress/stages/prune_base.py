@@ -35,7 +35,7 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
 class PruneBaseOptions(RunOptions, TextOptions):
-    """Options of pruning: how much of the base, and when."""
+    """Options of `moetool prune-base`: how many channels of the base are pruned, and whether per batch."""
 
     ratio: Ratio = Field(0.1, description="Share of the base's intermediate channels to prune.")
     pruning: Pruning = Field(

@@ -1,4 +1,4 @@
-"""Sparse deltas (DeRS compression, arXiv:2503.01359, Eq. 4)."""
+"""Stage that stores the deltas of a decomposed checkpoint sparse (DeRS compression, arXiv:2503.01359, Eq. 4)."""
 
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ class SparsifyDeltaOptions(RunOptions, SparsityOptions):
 
 
 class SparsifyDelta(Stage[SparsifyDeltaOptions]):
-    """Drops most of each full delta."""
+    """Keep a random or the largest part of each full delta's elements, and drop the others."""
 
     name: ClassVar[str] = "sparsify-delta"
     summary: ClassVar[str] = "store the deltas of a decomposed checkpoint sparse"

@@ -14,7 +14,7 @@ __all__ = ["CustomModule", "custom_module", "kinds"]
 
 @cache
 def kinds() -> Mapping[str, type[CustomModule]]:
-    """Every kind, by its entry of `quantization_config`."""
+    """Find every kind of custom module, by its key in `quantization_config`."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     found = [module.KIND for module in modules if hasattr(module, "KIND")]
     return {kind.key: kind for kind in sorted(found, key=lambda kind: kind.key)}

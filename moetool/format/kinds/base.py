@@ -88,18 +88,18 @@ class CustomModule(BaseModel, ABC):
             raise InvalidInputError(f"quantization_config: {explain(error, cls.key)}.") from error
 
     def to_config(self) -> dict[str, object]:
-        """The entry of `config.json`; inverse of `from_config`."""
+        """Return the kind's entry of `quantization_config`, which `from_config` reads back."""
         return self.model_dump(mode="json")
 
     @property
     @abstractmethod
     def at_work(self) -> int:
-        """The number of experts that one token uses."""
+        """Number of experts per layer that one token uses."""
 
     @property
     @abstractmethod
     def rule(self) -> str:
-        """Sentence that says how experts are chosen for a token."""
+        """A sentence for people on how experts are chosen for a token."""
 
     def settled(self, channels: Mapping[str, int]) -> Self:
         """This kind after training, with so many channels left of each linear layer that it has closed some of."""
@@ -119,7 +119,8 @@ class CustomModule(BaseModel, ABC):
             raise self.refusal(f"layers has {absent}, and the model has {layers} layers")
 
     def refusal(self, what: str) -> InvalidInputError:
-        """Error that says that a field of `config.json` is `what`."""
+        """Make the error for a field of this kind's entry in `config.json` that is `what`: missing, or of a wrong
+        value."""
         return InvalidInputError(f"quantization_config: {self.key}.{what}.")
 
     @abstractmethod
@@ -160,7 +161,7 @@ class CustomModule(BaseModel, ABC):
 
 
 class RoutedModule(CustomModule):
-    """A kind of module in which every token uses `top_k` experts."""
+    """A kind of custom module whose router chooses `top_k` of its experts for every token."""
 
     top_k: ExpertCount
 
@@ -176,7 +177,7 @@ class RoutedModule(CustomModule):
 
 
 def numbers(shapes: Shapes, names: Iterable[str]) -> int:
-    """The number of elements in some tensors."""
+    """Count the elements of the named tensors, by their shapes."""
     return sum(math.prod(shapes[name]) for name in names)
 
 

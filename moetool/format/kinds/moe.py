@@ -69,12 +69,12 @@ class MoESpec(RoutedModule):
 
     @property
     def shape(self) -> MoEShape:
-        """The shape of every MoE layer."""
+        """Number and widths of the experts, their roles and biases, alike in every MoE layer."""
         return MoEShape(self.experts, self.top_k, self.hidden, self.intermediate, self.roles, self.biases)
 
     @property
     def dense_layers(self) -> list[int]:
-        """The decoder layers that stay dense."""
+        """Numbers of the decoder layers that keep their dense feed-forward network."""
         return [layer for layer in range(self.of) if layer not in self.layers]
 
     @property
@@ -84,7 +84,8 @@ class MoESpec(RoutedModule):
         return partial if self.shared == "none" else (*partial, f"shared_{self.shared}")
 
     def told(self) -> dict[str, object]:
-        """Fields that the manifest records of an upcycled model."""
+        """The fields that `moetool.json` records of an upcycled model: number and width of experts, layers, shared
+        expert."""
         return self.model_dump(mode="json", include={"experts", "top_k", "intermediate", "layers", "shared"})
 
     def among(self, layers: int) -> tuple[int, ...]:

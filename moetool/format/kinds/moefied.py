@@ -71,7 +71,7 @@ class MoefiedSpec(CustomModule):
         return {CENTRE: (intermediate,), **selectors[self.selector]}
 
     def selector_size(self, hidden: int) -> int:
-        """The number of elements in one layer's selector."""
+        """Number of parameters of one layer's selector, for hidden states of so many channels."""
         return sum(math.prod(shape) for shape in self.tensors(hidden, 0).values())
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:

@@ -67,7 +67,7 @@ class SimoeSpec(CustomModule):
         }
 
     def router_prefix(self, dense: DenseArchitecture) -> str:
-        """`model.interpolation.`"""
+        """The beginning of the router's tensor names, such as `model.interpolation.`."""
         return f"{dense.layer.partition('.{layer}')[0].rpartition('.')[0]}.{ROUTER}."
 
     def sites(self, dense: DenseArchitecture, shapes: Shapes) -> list[str]:

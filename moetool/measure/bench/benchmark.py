@@ -1,4 +1,4 @@
-"""Times one model, or two models in alternating rounds."""
+"""Benchmark of one model, or of two in alternating rounds so that drifts of the machine hit both."""
 
 import platform
 import statistics

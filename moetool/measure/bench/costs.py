@@ -39,12 +39,12 @@ class Cost(NamedTuple):
     nbytes: Fraction = Fraction(0)
 
     def times(self, factor: int | Fraction) -> "Cost":
-        """The cost of `factor` tokens."""
+        """Scale the cost of one token to that of `factor` tokens."""
         return Cost(self.multiplications * factor, self.nbytes * factor)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """Sum of several costs."""
+    """Sum the multiplications and bytes of several costs."""
     multiplications, nbytes = zip(Cost(), *costs, strict=True)
     return Cost(sum(multiplications, Fraction(0)), sum(nbytes, Fraction(0)))
 
@@ -102,7 +102,7 @@ class Costs:
         return round(self.body.nbytes + self.head.nbytes + cached)
 
     def prefill_flops(self, length: int) -> int:
-        """Floating point operations of one prompt of so many tokens."""
+        """Floating-point operations of processing one prompt of `length` tokens, two per multiplication."""
         seen = sum(layer.multiplications * self._pairs(layer, length) for layer in self.attention)
         logits = 1 if self.keeps_last else length
         return round(2 * (length * self.body.multiplications + logits * self.head.multiplications + seen))

@@ -1,4 +1,4 @@
-"""Options of `moetool bench`."""
+"""Options of `moetool bench`: lengths, batches, rounds, and what to compare with."""
 
 from typing import Annotated
 

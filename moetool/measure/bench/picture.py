@@ -1,4 +1,4 @@
-"""Draws the picture of `moetool bench`."""
+"""Chart of `moetool bench`: speed and memory of a model, beside the original's."""
 
 from pathlib import Path
 

@@ -99,7 +99,7 @@ class CaseRatios(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios(Printed):
-    """A model's numbers over the original's."""
+    """Measurements of a model divided by those of the original; `None` where either is missing."""
 
     parameters: float
     load_seconds: float

@@ -96,7 +96,7 @@ class HereRunner:
         return Loaded(seconds, str(dtype).removeprefix("torch."), synthesized, self._memory, costs)
 
     def time(self, batch: int, length: int) -> Seconds:
-        """Time a batch of prompts and the tokens that follow them."""
+        """Time, in this process, the prefill of a batch of prompts and the tokens generated after them."""
         return time_decode(self._model, batch, length, self._options.new_tokens, self._options.seed)
 
     def warm_up(self, batch: int, length: int) -> Memory:
@@ -160,7 +160,7 @@ class ThereRunner:
         return answer
 
     def close(self) -> None:
-        """End the process, which waits."""
+        """End the child process that holds a model, and kill it if it has not ended within 10 seconds."""
         self._connection.close()  # it then finds nothing more to read
         self._process.join(10)
         if self._process.is_alive():

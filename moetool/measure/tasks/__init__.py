@@ -1,1 +1,1 @@
-"""Tasks of lm-eval on models that moetool loads."""
+"""Evaluation on lm-eval's tasks of models that moetool loads."""

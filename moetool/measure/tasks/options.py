@@ -1,4 +1,4 @@
-"""Options of `moetool eval --tasks`."""
+"""Options of `moetool eval --tasks`, and the groups of tasks that moetool names."""
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class TaskOptions(EvaluatedOptions):
-    """Options of evaluating on lm-eval's tasks."""
+    """Options of evaluation on lm-eval's tasks: which ones, how many questions, and where task files lie."""
 
     tasks: Names = Field(
         (),

@@ -81,7 +81,7 @@ class Evaluated(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluations(Printed):
-    """All models, in the order given."""
+    """Results of all models that `moetool eval` was given, in that order."""
 
     models: Sequence[Evaluated]
 

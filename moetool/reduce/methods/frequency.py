@@ -1,4 +1,4 @@
-"""Experts that few tokens choose are dropped."""
+"""Expert pruning by routing frequency: the experts that the fewest calibration tokens are routed to are dropped."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,7 +14,7 @@ from moetool.reduce.stage import Reduction
 
 
 class Frequency(Reduction[ReduceOptions]):
-    """Keeps the experts that were given most tokens."""
+    """Expert pruning that keeps, in each layer, the experts that most calibration tokens are routed to."""
 
     name: ClassVar[str] = "frequency"
     summary: ClassVar[str] = "drop the experts that fewest tokens choose"
