@@ -1,17 +1,19 @@
-"""What llama.cpp's types lose when moetool chooses their codes on a text, and when llama.cpp's quantizer does.
+"""What llama.cpp's types lose when moetool chooses their codes, when llama.cpp does, and what moetool's format does.
 
     python scripts/benchmarks/gguf_codes.py MODEL --calibration VALID.txt --tests home=TEST.txt perldoc=PERL.txt
         --work DIR
 
-Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. All files are run by
+Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. GGUF files are run by
 llama.cpp, and compared with an F16 file that is run by llama.cpp. Its quantizer is given the mean squared inputs of the
-same text (an importance matrix), or nothing; head and embeddings are Q8_0 in all files. A run that was stopped goes on
-where it was.
+same text (an importance matrix), or nothing; head and embeddings are Q8_0 in all GGUF files. What --own makes, in as
+many bytes of tensors as llama.cpp's file, is run by transformers in fp32 and compared with the same F16 file. A run
+that was stopped goes on where it was.
 """
 
 import argparse
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 from _common import Kept, made_by, publish
-from export_gguf import compared, llama_cpp_logits, quantized
-from other_text import named, own_tests
+from export_gguf import compared, llama_cpp_logits, quantized, transformers_logits
+from other_text import Run, compressed, named, own_tests
 
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
+from moetool.checkpoint.reader import Checkpoint
 from moetool.format.gguf import IMATRIX, MODEL
 from moetool.job.execute import run_stage
 from moetool.stages import stages
 
 # llama.cpp's mixture, and the types of ours, of all tensors and of the experts, that come next to its size from below.
+OWN = "--method hybrid --include attention,embeddings"
 PAIRS = {"Q2_K": ("q8_0", "q2_k"), "Q3_K_M": ("q6_k", "q3_k"), "Q4_K_M": ("q6_k", "q4_k"), "IQ4_XS": ("q6_k", "iq4_xs")}
 
 
@@ -61,21 +65,31 @@ class Doors:
 
     def measured(self, file: Path, began: float) -> dict[str, Any]:
         """Bytes of a file, seconds since it was begun, and what it loses by text."""
+        return self._measured(file.stat().st_size, began, partial(llama_cpp_logits, file))
+
+    def _measured(
+        self, size: int, began: float, predict: Callable[[torch.Tensor], Iterator[torch.Tensor]]
+    ) -> dict[str, Any]:
         seconds = time.monotonic() - began
-        found = {
-            name: compared(llama_cpp_logits(file, own), own, self._reference(name))
-            for name, own in self.windows.items()
-        }
-        return {
-            "bytes": file.stat().st_size,
-            "seconds": seconds,
-            "kl": {name: one["kl"] for name, one in found.items()},
-        }
+        found = {name: compared(predict(own), own, self._reference(name)) for name, own in self.windows.items()}
+        return {"bytes": size, "seconds": seconds, "kl": {name: one["kl"] for name, one in found.items()}}
 
     def ours(self, number: str) -> dict[str, Any]:
         """The model in our codes of the types that stand beside one of llama.cpp's mixtures."""
         began, (rest, experts) = time.monotonic(), PAIRS[number]
         return self.measured(self._exported(number, {"type": rest, "experts_type": experts}, text=True), began)
+
+    def own(self, size: int) -> dict[str, Any]:
+        """The model in moetool's format, in at most as many bytes of tensors as a GGUF file of `size` has."""
+        began, options, target = time.monotonic(), self.options, self.options.work / "own"
+        beside = self._plain.stat().st_size - Checkpoint.open(self.model).weight_bytes  # tokenizer and header
+        text = f"--calibration {options.calibration} --samples {options.samples} --sequence-length {options.length}"
+        made = compressed(
+            str(self.model), target, Run("", f"{options.own} --size {size - beside} {text}", "", None, "", 0)
+        )
+        found = self._measured(made["bytes_after"] + beside, began, partial(transformers_logits, target))
+        shutil.rmtree(target)
+        return found
 
     def theirs(self, number: str, *, told: bool) -> dict[str, Any]:
         """The same by llama.cpp's quantizer, told what was measured on the text or not."""
@@ -91,6 +105,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--tests", nargs="+", required=True, metavar="NAME=DATA")
     parser.add_argument("--types", nargs="+", default=list(PAIRS), choices=list(PAIRS))
+    parser.add_argument("--own", default=OWN, help="options of moetool compress; --size comes with each of --types")
     parser.add_argument("--windows", type=int, default=32, help="of every test")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--samples", type=int, default=64)
@@ -109,20 +124,24 @@ def main() -> None:
     lines = [f"| | MB | s | {' | '.join(tests)} |", "|---" * (len(tests) + 3) + "|"]
     for number in options.types:
         rest, experts = PAIRS[number]
+        told = kept.get(f"{number} told", partial(doors.theirs, number, told=True))
         made = {
             f"llama.cpp, {number}": kept.get(number, partial(doors.theirs, number, told=False)),
-            f"llama.cpp, {number}, importance": kept.get(f"{number} told", partial(doors.theirs, number, told=True)),
+            f"llama.cpp, {number}, importance": told,
             f"moetool, `--type {rest} --experts-type {experts}`": kept.get(
                 f"ours {number}", partial(doors.ours, number)
             ),
+            f"moetool, `{options.own}`": kept.get(f"{options.own} {number}", partial(doors.own, told["bytes"])),
         }
+        first = len(lines)
         for name, found in made.items():
             losses = " | ".join(f"{1000 * loss:.2f}" for loss in found["kl"].values())
             lines.append(f"| {name} | {found['bytes'] / 1e6:.2f} | {found['seconds']:.0f} | {losses} |")
-        *_, told, own = made.values()
-        shares = " | ".join(f"{own['kl'][name] / told['kl'][name]:.2f}" for name in tests)
-        lines.append(f"| of what llama.cpp with importance loses | {own['bytes'] / told['bytes']:.3f} | | {shares} |")
-        print(*lines[-4:], sep="\n", flush=True)
+            if name.startswith("moetool"):
+                shares = " | ".join(f"{found['kl'][test] / told['kl'][test]:.3f}" for test in tests)
+                size = found["bytes"] / told["bytes"]
+                lines.append(f"| of what llama.cpp with importance loses | {size:.3f} | | {shares} |")
+        print(*lines[first:], sep="\n", flush=True)
     command = (
         "python scripts/benchmarks/gguf_codes.py MODEL --calibration VALID --tests home=TEST perldoc=PERL --work DIR"
     )

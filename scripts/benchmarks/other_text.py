@@ -32,7 +32,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 
 CALIBRATIONS = ("text=TEXT", "half=TEXT,bundled", "bundled=bundled", "self=self")
 METHODS = (
-    "d2moe 40 %=--ratio 0.4",
+    "d2moe 40 %=--method d2moe --ratio 0.4",
     "hybrid 75 %=--method hybrid --ratio 0.75",
     "quantize 75 %=--method quantize --ratio 0.75",
     "auto 80 %=--method auto --ratio 0.8",
