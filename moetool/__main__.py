@@ -1,4 +1,4 @@
-"""`python -m moetool`."""
+"""Run moetool's command line by `python -m moetool`."""
 
 from moetool.cli import main
 

@@ -55,7 +55,7 @@ class DemoResult(Printed):
 
 
 def write_texts(directory: Path) -> tuple[Path, Path]:
-    """Write `train.txt` and `held-out.txt`; returns their paths."""
+    """Write the demo's text, Python's own help topics, to `train.txt` and `held-out.txt` and return both paths."""
     from pydoc_data.topics import topics
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_texts(directory: Path) -> tuple[Path, Path]:
 
 
 def train_tokenizer(text: Path) -> "PreTrainedTokenizerBase":
-    """A byte-level BPE tokenizer of `VOCABULARY` tokens."""
+    """Train a byte-level BPE tokenizer of `VOCABULARY` tokens on a text file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +83,7 @@ def train_tokenizer(text: Path) -> "PreTrainedTokenizerBase":
 
 
 def build_model(seed: int) -> "PreTrainedModel":
-    """Build the demo's Llama with random weights."""
+    """Make the demo's Llama model with random weights that follow from the seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, **SIZES)
@@ -93,7 +93,7 @@ def build_model(seed: int) -> "PreTrainedModel":
 
 
 def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
-    """`steps` batches `[BATCH, LENGTH]` of random windows."""
+    """Iterate over `steps` batches `[BATCH, LENGTH]` of windows at random places of a token stream."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=generator)

@@ -22,7 +22,7 @@ _FULL_IN_WORDS = {
 
 
 class MoetoolError(Exception):
-    """Base of every error moetool raises on purpose."""
+    """Base class of all errors that moetool raises on purpose; their message says what is wrong and what to do."""
 
     exit_code = 1
 
@@ -34,13 +34,13 @@ class UsageError(MoetoolError):
 
 
 class InvalidInputError(MoetoolError):
-    """A checkpoint, a data set or a preset that cannot be used."""
+    """A checkpoint, a data set, a preset or a plan cannot be used as it is; the command exits with status 3."""
 
     exit_code = 3
 
 
 class ResourceError(MoetoolError):
-    """There is not enough memory or disk space for a job."""
+    """There is not enough memory or disk space for a job, or a file system refuses; the command exits with status 4."""
 
     exit_code = 4
 

@@ -8,7 +8,7 @@ from moetool.errors import InvalidInputError, MoetoolError
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Only errors are shown for the time of the `with` block."""
+    """Context manager that silences transformers' progress bars and its log below errors."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,3 +1,3 @@
-"""The version of this package, for manifests and `--version`."""
+"""Version number of this package, which manifests record and `--version` prints."""
 
 __version__ = "0.1.0"

@@ -38,7 +38,7 @@ class FrontCommand(HintingCommand):
 
 
 def imported(name: str, words: Sequence[str]) -> HintingCommand:
-    """Import the command that runs, with everything it needs."""
+    """Import the module of the command that is to run, and build the command from its full options."""
     module = importlib.import_module(f"moetool.cli.commands.{commands()[name][0]}")
     command = module.build(name, list(words))
     assert isinstance(command, HintingCommand)
@@ -137,7 +137,7 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=known[1], short_help=known[1])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """One line for each command, in groups."""
+        """Write one line per command into `moetool --help`, in groups."""
         known = commands()
         grouped = {name for names in COMMAND_GROUPS.values() for name in names}
         *groups, (last, names) = COMMAND_GROUPS.items()

@@ -63,7 +63,7 @@ class HintingCommand(TyperCommand):
                     formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write which options `--help` leaves out, and the example."""
+        """Write the end of `--help`: which groups of options it leaves out, and an example."""
         if self._left:
             groups = ", ".join(f"{count} of {group}" for group, count in self._left.items())
             formatter.write_paragraph()
@@ -100,7 +100,7 @@ def _place(names: Sequence[str], main: Sequence[str]) -> int:
 
 
 def quoted_choices(text: str) -> list[str]:
-    """The choices of `'a', 'b' or 'c'`."""
+    """Extract the quoted words of an error message that lists choices, such as `'a', 'b' or 'c'`."""
     return re.findall("'([^']*)'", text)
 
 

@@ -137,7 +137,7 @@ class Display(progress.Progress):
         self._note("expected", phases=[phase.to_json() for phase in phases])
 
     def start(self, phase: str, total: int) -> None:
-        """Begin a phase of `total` steps."""
+        """Begin a phase of `total` steps, with a progress bar if stderr is a terminal."""
         self._phase, self._total, self._done = phase, total, 0
         self._began = time.monotonic()
         if self._forecast is not None:
@@ -173,7 +173,7 @@ class Display(progress.Progress):
         self._note("heartbeat", **pulse.to_json())
 
     def advance(self) -> None:
-        """Count one finished step of the current phase."""
+        """Count one finished step of the current phase in bar, forecast and event log."""
         self._done += 1
         if self._forecast is not None:
             self._forecast.advance()
@@ -212,7 +212,7 @@ class Display(progress.Progress):
         self._note("phase_ended", phase=self._phase, **fields, stopped=stopped)
 
     def log(self, message: str) -> None:
-        """Print a line to stderr above the progress bar."""
+        """Print a line to stderr above the progress bar, and record it in the event log."""
         self._console.print(message)
         self._note("message", message=message)
 
@@ -227,7 +227,7 @@ def print_json(result: Mapping[str, Json]) -> None:
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
-    """Aligned `name  value` lines on stdout."""
+    """Print aligned `name  value` lines on stdout."""
     rows = list(fields)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:

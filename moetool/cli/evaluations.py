@@ -1,4 +1,4 @@
-"""Renders the results of `moetool eval` as fields and tables."""
+"""Rendering of `moetool eval`'s results as fields and tables on stdout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -60,7 +60,7 @@ def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
 
 
 def print_texts(texts: Sequence[TextLoss], protocol: str = "perplexity") -> None:
-    """A row for each of several texts; nothing for one."""
+    """Print a table with one row per text if a model was evaluated on several; a single text needs none."""
     if len(texts) < 2:
         return
     has_original = texts[0].against is not None

@@ -50,7 +50,7 @@ class EventLog:
 
 
 def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Json], **more: Json) -> None:
-    """Write the event that a command begins, with its arguments."""
+    """Write the first event of a command to the event log, with versions, process id and options."""
     versions: dict[str, Json] = {"events_version": EVENTS_VERSION, "moetool_version": __version__}
     events.write("started", **versions, **job, pid=os.getpid(), options=options, **more)
 

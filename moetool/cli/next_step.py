@@ -89,7 +89,7 @@ def after_page(page: Path) -> str:
 
 
 def without_dry_run(command: str, arguments: Sequence[str]) -> str:
-    """The command line that was typed, but for `--dry-run`."""
+    """Return the command line that was typed, without `--dry-run`."""
     return line(command, *(word for word in arguments if word != "--dry-run"))
 
 
@@ -117,12 +117,12 @@ def _fits(needed: int) -> bool:
 
 
 def line(*arguments: str) -> str:
-    """A shell line that runs `moetool ARGUMENTS` from here."""
+    """Return a shell line that runs moetool with these arguments, quoted and spelled as it was started here."""
     return f"{program()} {shlex.join(arguments)}"
 
 
 def tell(what: str) -> None:
-    """Print the last line of a command."""
+    """Print the suggestion of a next command as the last line on stderr."""
     print(f"next: {what}", file=sys.stderr)
 
 

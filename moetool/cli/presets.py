@@ -18,7 +18,7 @@ def directory() -> Path:
 
 @cache
 def files() -> dict[Path, dict[str, Any]]:
-    """The content of every file, in the order of their names."""
+    """Read every preset that comes with moetool, by its path, sorted by name."""
     return {file: read_yaml(file, "the preset") for file in sorted(directory().glob("*.yaml"))}
 
 

@@ -1,4 +1,4 @@
-"""Models to make, by `--methods`, `--ratios` and `--option`."""
+"""The models that `moetool compare` makes, by `--methods`, `--ratios` and `--option`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Name of the candidate's row in the table."""
+        """Name of the candidate in tables: its method, and the ratio if one was asked for."""
         return self.name if self.asked is None else f"{self.name} at {self.asked:.1%}"
 
 

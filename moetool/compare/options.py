@@ -56,5 +56,5 @@ class CompareOptions(Options):
 
 
 def chosen(options: Options, fields: frozenset[str]) -> dict[str, object]:
-    """Values of the named fields that are not `None`."""
+    """Values of the named option fields, without those that are `None`."""
     return {name: value for name, value in options if name in fields and value is not None}

@@ -1,4 +1,4 @@
-"""The chart of `moetool compare`: what is lost, by size."""
+"""Chart of `moetool compare`: loss of quality by size of the models."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Results of `moetool compare` (docs/json.md)."""
+"""Result records of `moetool compare` (docs/json.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

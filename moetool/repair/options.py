@@ -1,4 +1,4 @@
-"""Options of `moetool repair`."""
+"""Options of `moetool repair`: the original model, the text, what is trained and for how many steps."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from moetool.job.options import RunOptions, TextOptions
 
 
 class RepairOptions(RunOptions, TextOptions):
-    """Towards which model, on which text, and for how many steps."""
+    """Options of repair: towards which model, on which text, for how many steps and at which rate."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
     train: Literal["small", "all"] = Field(

@@ -1,4 +1,4 @@
-"""The fields of a result that repair adds."""
+"""Fields that `moetool repair` adds to a job's result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

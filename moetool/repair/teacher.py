@@ -31,7 +31,8 @@ class NotedPredictions(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, k: int) -> Self:
-        """What logits `[..., vocabulary]` predict."""
+        """Keep of logits `[..., vocabulary]` the k largest log-probabilities, their tokens, and the probability of all
+        others."""
         whole = logits.float().log_softmax(-1)
         logs, tokens = whole.topk(min(k, whole.shape[-1]), dim=-1)
         return cls(logs, tokens.int(), 1 - logs.exp().sum(-1))
@@ -47,28 +48,28 @@ class NotedPredictions(NamedTuple):
         return found + torch.where(self.rest > _LITTLE, rest * (rest / left).log(), 0)
 
     def to(self, device: torch.device) -> Self:
-        """These on another device."""
+        """Copy all tensors to a device."""
         return type(self)(*(tensor.to(device) for tensor in self))
 
 
 def note(file: Path, found: Iterator[NotedPredictions]) -> None:
-    """Write what was noted of windows, batch by batch."""
+    """Write the teacher's predictions of all windows, given batch by batch, to a safetensors file."""
     logs, tokens, rest = (torch.cat(parts) for parts in zip(*found, strict=True))
     save_tensors(file, {LOGS: logs, TOKENS: tokens, REST: rest})
 
 
 class NotedFile:
-    """What `note` has written, read window by window."""
+    """The file of a teacher's predictions that `note` has written, read window by window."""
 
     def __init__(self, file: Path) -> None:
         self._file = safe_open(file, "pt")
         self._parts = [self._file.get_slice(name) for name in (LOGS, TOKENS, REST)]
 
     def windows(self, first: int, last: int) -> NotedPredictions:
-        """The predictions of windows `first` to `last`, without that."""
+        """Read the predictions of the windows from `first` up to, but without, `last`."""
         return NotedPredictions(*(part[first:last] for part in self._parts))
 
     def of(self, numbers: list[int]) -> NotedPredictions:
-        """The predictions of windows of these numbers."""
+        """Read the predictions of the windows with these numbers, in their order."""
         found = [self.windows(number, number + 1) for number in numbers]
         return NotedPredictions(*(torch.cat(parts) for parts in zip(*found, strict=True)))

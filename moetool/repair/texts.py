@@ -32,7 +32,7 @@ class Texts:
 
     @property
     def whole(self) -> Tensor:
-        """All windows, those that are trained on first."""
+        """All windows `[windows, length]`: first those that are trained on, then those held out, kind by kind."""
         return torch.cat([self.trained, *self.held_out.values()])
 
 

@@ -33,7 +33,7 @@ class Bars:
 
     @property
     def words(self) -> str:
-        """Caption of the bars: axes and ranges."""
+        """Caption for readers who cannot see the bars: axes and range of the values."""
         return f"{self.axis} by {self.label_axis}. {_ranges(self.series)}"
 
 
@@ -50,7 +50,7 @@ class Lines:
 
     @property
     def words(self) -> str:
-        """Caption of the lines: axes and ranges."""
+        """Caption for readers who cannot see the lines: axes and range of the values."""
         return f"{self.axis} by {self.at_axis}. {_ranges(self.series)}"
 
 
@@ -79,7 +79,7 @@ class Heat:
 
     @property
     def words(self) -> str:
-        """Caption of the heat map: axes and range."""
+        """Caption for readers who cannot see the heat map: its axes and range of the values."""
         every = [value for row in self.values for value in row]
         return f"{self.axis} by {self.row_axis} and {self.column_axis}. {_ranges({'Values': every})}"
 
@@ -93,7 +93,7 @@ def elided(name: str) -> str:
 
 
 def by_layer(title: str, layers: Sequence[int], series: Mapping[str, Values], axis: str, *, log: bool = False) -> Chart:
-    """Bars, or lines where these would be too many."""
+    """Chart of values by layer: bars, or lines for models of many layers."""
     if len(layers) > FEW:
         return Lines(title=title, at=layers, series=series, at_axis="layer", axis=axis, log=log)
     labels = [str(layer) for layer in layers]

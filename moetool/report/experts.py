@@ -16,7 +16,7 @@ NAMED = 40  # rare experts that a table names
 
 
 def stored(told: StoredExperts) -> Section:
-    """Form, bits and error by layer and role."""
+    """Section on how experts are stored: form, bits per weight and error, by layer and role."""
     name = None if told.measure is None else MEASURES[told.measure]
     headers = ("layer", "role", "stored as", "bits per weight", *([] if name is None else [name, "largest"]))
     rows = [

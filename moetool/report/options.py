@@ -1,4 +1,4 @@
-"""Options of `moetool report`."""
+"""Options of `moetool report`: texts to evaluate on, recorded results to show, and what to compare with."""
 
 from typing import Literal
 

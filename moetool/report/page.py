@@ -24,14 +24,14 @@ TEMPLATE = "page.html"
 
 
 class Drawn(NamedTuple):
-    """A chart as it stands in a page."""
+    """A chart as the page holds it: its title, and its drawing as SVG."""
 
     title: str
     svg: Markup
 
 
 def sections(report: Report) -> list[Section]:
-    """Everything that applies, in the order of the page."""
+    """All sections that apply to the model, in the order of the page."""
     return [section for section in _candidates(report) if section is not None]
 
 

@@ -18,7 +18,7 @@ class PageTable:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeBlock:
-    """Block of code with a title, to be copied by the reader."""
+    """A block of code with a title, such as a command line, that the reader may copy."""
 
     title: str
     text: str
@@ -46,7 +46,7 @@ class Section:
 
 
 def count(number: int) -> str:
-    """4217088 → `4.22 M`."""
+    """Format a count with three significant digits and a unit: 4217088 is `4.22 M`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -54,7 +54,7 @@ def count(number: int) -> str:
 
 
 def plain(value: object) -> str:
-    """Format the value of an option for the page."""
+    """Format an option's value for the page: yes and no, lists with commas, a dash for nothing."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -69,5 +69,5 @@ def plain(value: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, or a dash."""
+    """Format a number with four significant digits, or `None` as a dash."""
     return "–" if value is None else f"{value:.4g}"

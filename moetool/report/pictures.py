@@ -37,7 +37,7 @@ _SETTINGS: dict[Any, object] = {
 
 
 def is_there() -> bool:
-    """Whether matplotlib is installed."""
+    """Whether matplotlib can be imported, without which the page has no charts."""
     try:
         import matplotlib as _  # noqa: F401
     except ImportError:

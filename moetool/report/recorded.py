@@ -58,7 +58,7 @@ class RecordedRun(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedResults(Printed):
-    """Contents of all files of `--results`, in their order."""
+    """Results that other commands have written, read from the files of `--results` in their order."""
 
     runs: Sequence[RecordedRun] = field(default_factory=list)
     evaluations: Sequence[Evaluation] = field(default_factory=list)

@@ -314,7 +314,7 @@ def _bytes(count: int | None) -> str:
 
 
 def training(report: Report) -> Section | None:
-    """Section of the training curves that `tune` recorded."""
+    """Section with the loss curves that `tune` has recorded in the manifest; `None` without any."""
     runs = [run for run in report.runs if run.curve]
     if not runs:
         return None

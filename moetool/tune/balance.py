@@ -61,5 +61,5 @@ def balance_of(routers: Routers, top_k: int, real: Tensor, over_processes: Sum =
 
 
 def z_of(routers: Routers, real: Tensor, over_processes: Sum = _alone) -> Tensor:
-    """Mean over the layers of `z_loss`."""
+    """Mean of the router z-loss (`z_loss`) over all MoE layers."""
     return torch.stack([z_loss(logits, real, over_processes) for logits in routers.logits]).mean()

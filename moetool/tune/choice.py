@@ -1,4 +1,5 @@
-"""Choice of the parameters of a model that are trained."""
+"""Choice of the parameters that `moetool tune` trains: all, the experts and their routers, or none for adapters
+alone."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +26,7 @@ def is_efficient(model: nn.Module) -> bool:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a model has routers, or experts of moetool's."""
+    """Whether a model has routers, or experts in one of moetool's own modules."""
     own = (CustomLayer, SharedBaseExperts)
     return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
 
@@ -55,7 +56,7 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Number of parameters that training changes."""
+    """Number of elements in all parameters that require gradients."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

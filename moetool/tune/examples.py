@@ -60,7 +60,7 @@ class Examples:
 
     @property
     def answer_tokens(self) -> int:
-        """The number of tokens that the loss is taken over."""
+        """Number of tokens in all examples that contribute to the loss."""
         return sum(sum(label != IGNORED for label in item.labels[1:]) for item in self.items)
 
     def digest(self) -> str:
@@ -181,7 +181,7 @@ def _of_conversation(
 
 
 def example_of(ids: Sequence[int], learnt: Sequence[bool]) -> Example:
-    """One example: its token ids, and which of them are learnt."""
+    """Make an example of token ids; those that are not `learnt` get a label that the loss ignores."""
     return Example(ids, [token if own else IGNORED for token, own in zip(ids, learnt, strict=True)])
 
 

@@ -29,7 +29,8 @@ class MaskConstraint(TrainerCallback):  # type: ignore[misc]
         self._interpolation = interpolation
 
     def loss(self) -> Tensor:
-        """The penalty that is added to the loss of a step."""
+        """Penalty to add to a step's loss: Lagrangian term for too many open gates, and a term for masks that
+        overlap."""
         missing = self.target - 1 + open_share(self._model)
         return self._interpolation.multiplier[0] * missing + self._overlap * overlap_penalty(self._model)
 
@@ -71,7 +72,7 @@ def project(model: nn.Module, target: float) -> float:
 
 @torch.no_grad()
 def all_closed(model: nn.Module) -> bool:
-    """Whether training has closed every gate of a model's masks."""
+    """Whether training has closed every gate of every mask, so that all experts are the dense model."""
     return all(bool((site.log_phi <= EDGE).all()) for site in sites(model).values())
 
 

@@ -1,4 +1,4 @@
-"""Options of `moetool tune`."""
+"""Options of `moetool tune`: data, what is trained, router losses and the schedule."""
 
 from typing import Literal
 

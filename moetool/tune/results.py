@@ -1,4 +1,4 @@
-"""The fields of a result that training adds."""
+"""Fields that `moetool tune` adds to a job's result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

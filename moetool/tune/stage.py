@@ -50,7 +50,7 @@ _EXPERTS = (".experts.", *(part for kind in kinds().values() for part in kind.tr
 
 @dataclass(frozen=True)
 class AnySource:
-    """Any causal language model that transformers loads."""
+    """Input of `tune`: any causal language model that transformers loads and whose weights are not quantized."""
 
     checkpoint: Checkpoint
 
@@ -71,7 +71,7 @@ class AnySource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of its numbers."""
+        """The dtype in which most bytes of the weight files are stored."""
         sizes: dict[torch.dtype, int] = {}
         for info in self.checkpoint.tensors.values():
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes

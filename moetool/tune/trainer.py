@@ -1,4 +1,4 @@
-"""transformers' Trainer with the losses of an MoE model."""
+"""transformers' Trainer with router losses, mask constraints and gradient checks of MoE models."""
 
 import contextlib
 import json
@@ -183,7 +183,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._told.setdefault(name, []).append(value.item())
 
     def log(self, logs: dict[str, float], *arguments: object, **options: object) -> None:
-        """Add the mean of the router losses since the last time."""
+        """Log a step with the means of its router losses since the last time anything was logged."""
         if "loss" in logs:
             logs |= {name: round(sum(values) / len(values), 6) for name, values in self._told.items() if values}
             logs |= {} if self.constraint is None else self.constraint.logs()

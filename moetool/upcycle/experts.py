@@ -1,4 +1,4 @@
-"""Initial weights of each expert of an upcycled model."""
+"""Initial weights of the experts of an upcycled model, which are made of one dense model or of several."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ class Experts(Protocol):
     """Gives the matrices of every expert, one at a time, in the dtype they are stored in."""
 
     def matrix(self, layer: int, expert: int, role: Role) -> Tensor:
-        """Initial weight `[out, in]` of one expert's matrix."""
+        """Return the initial matrix `[out, in]` of one expert in a role."""
 
     def bias(self, layer: int, expert: int, role: Role) -> Tensor:
         """Initial bias `[out]` of one expert's matrix, of a family that has biases."""

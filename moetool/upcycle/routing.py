@@ -63,11 +63,15 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @abstractmethod
     def routed_by(self, rows: Rows) -> Converted:
-        """The upcycled model with routers that start as these."""
+        """Return the upcycled model, whose routers start with the rows that `rows` gives by layer."""
 
     @property
     def copies(self) -> int:
-        """Number of rows of a router: one per expert."""
+        """Number of rows of each layer's router, one per copy of the feed-forward network.
+
+        Raises:
+            UsageError: `--experts` was not given.
+        """
         if self.options.experts is None:
             raise UsageError("--experts is required.")
         return int(self.options.experts)
@@ -80,11 +84,11 @@ class RoutedConversion(Conversion[RoutedT]):
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that get experts."""
+        """Numbers of the decoder layers whose feed-forward network becomes experts, by `--layers`."""
         return parse_layers(self.options.layers, self.dense.layers, self.dense.ffn_layers)
 
     def fresh(self) -> Rows:
-        """Gives every layer's fresh router `[copies, hidden]` fp32."""
+        """A function from the layer's number to random router weights `[copies, hidden]` fp32, drawn from the seed."""
         options, dense, copies = self.options, self.dense, self.copies
         std = options.router_std or linear_std(dense.hidden)
         return lambda layer: random_router(copies, dense.hidden, std, options.seed, layer)

@@ -63,7 +63,7 @@ UpcycleT = TypeVar("UpcycleT", bound=UpcycleOptions, default=UpcycleOptions)
 
 
 class Upcycle(RoutedConversion[UpcycleT]):
-    """The stage that turns a dense model into an MoE model."""
+    """Stage that turns a dense model into an MoE model; methods differ in its `start` alone."""
 
     options_type: ClassVar[type[RunOptions]] = UpcycleOptions
 
@@ -78,7 +78,8 @@ class Upcycle(RoutedConversion[UpcycleT]):
 
     @property
     def rest(self) -> Sequence[DenseModel]:
-        """The models whose mean gives everything outside the experts."""
+        """Dense models whose mean gives all weights outside the experts: only the input, unless a method merges
+        several."""
         return [self.dense]
 
     @property

@@ -95,7 +95,7 @@ class Upcycled(Converted):
 
     @property
     def shape(self) -> MoEShape:
-        """Shape of every MoE layer: experts, widths, roles."""
+        """Number and widths of the experts, and their roles, alike in every MoE layer."""
         return self.spec.shape
 
     @property

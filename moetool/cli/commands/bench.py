@@ -1,4 +1,4 @@
-"""`moetool bench`."""
+"""Command line of `moetool bench`: parses options, measures, and prints tables."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ def build(
     log_json: LogJson = None,
     **typed: Any,
 ) -> None:
-    """The command."""
+    """Run `moetool bench` on a model, and on another beside it with `--against`."""
     options = build_options(BenchOptions, typed)
     models = [model, *([] if options.against is None else [options.against])]
     with watched(log_json, "bench", models, options.model_dump(mode="json")) as (display, ended):

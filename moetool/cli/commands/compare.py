@@ -1,4 +1,4 @@
-"""`moetool compare`."""
+"""Command line of `moetool compare`: parses options, runs the comparison, and prints its rows and tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool compare` with the options that were typed."""
     options = build_options(CompareOptions, typed)
     wanted = candidates(options, build_options)
     table = None if output is None else output_file(output)
@@ -172,7 +172,7 @@ def cells(row: ComparedModel) -> tuple[str, ...]:
 
 
 def line(row: ComparedModel) -> str:
-    """A row as one line of text."""
+    """Format a row of the comparison as one line of text, or the error that it ended with."""
     if row.error is not None:
         return f"{row.name}{'' if row.asked is None else f' at {row.asked:.1%}'}: {row.error}"
     return "  ".join(cell or "–" for cell in cells(row))
@@ -185,7 +185,7 @@ def shared_line(shared: SharedStatistics) -> str:
 
 
 def markdown(result: Compared) -> str:
-    """The tables as a page of their own."""
+    """Format the whole comparison as a Markdown page with its tables and notes."""
     parts = [headline(result)]
     for table in tables(result):
         rows: list[Sequence[str]] = [table.headers, ["---", *["---:"] * (len(table.headers) - 1)], *table.rows]

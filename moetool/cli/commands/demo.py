@@ -1,4 +1,4 @@
-"""`moetool demo`."""
+"""Command line of `moetool demo`: trains, upcycles, compresses and evaluates a small model."""
 
 import shutil
 import time
@@ -38,7 +38,7 @@ def build(
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """The command."""
+    """Run `moetool demo` in a directory and print its table."""
     began = time.monotonic()
     rows = run(output_directory(output), steps, seed, Display())
     if json:

@@ -1,4 +1,4 @@
-"""`moetool doctor`."""
+"""Command line of `moetool doctor`: reports on libraries, memory, disk, compiler and speed of this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ def build(
     output: Annotated[Path, typer.Argument(help="Where results will go.")] = Path(),
     json: AsJson = False,
 ) -> None:
-    """The command."""
+    """Run `moetool doctor` for a directory where results are to go."""
     result = doctor(local_path(output))
     if json:
         print_json(result.to_json())

@@ -1,4 +1,4 @@
-"""`moetool eval`."""
+"""Command line of `moetool eval`: evaluates models on texts or tasks and prints tables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool eval` on one model or several."""
     text, tasks = asked_for(typed)
     file = None if output is None else new_file(output)
     options: dict[str, Json] = {}

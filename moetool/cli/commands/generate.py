@@ -1,4 +1,4 @@
-"""`moetool generate`."""
+"""Command line of `moetool generate`: prints what a model writes after a prompt."""
 
 import sys
 from typing import Annotated
@@ -18,7 +18,7 @@ def build(
     json: AsJson = False,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool generate`, with the prompt from the command line or from stdin."""
     text = sys.stdin.read() if prompt == "-" else prompt
     display = Display()
     result = generate(model, text, build_options(GenerationOptions, typed), display, None if json else _write)

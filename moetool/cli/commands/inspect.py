@@ -1,4 +1,4 @@
-"""`moetool inspect`."""
+"""Command line of `moetool inspect`: prints what a checkpoint holds, by layer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool inspect` on a checkpoint."""
     options = build_options(AnalysisOptions, typed)
     if options.model_fields_set and not analysis:
         raise UsageError("--layers limits --analysis: give both.")

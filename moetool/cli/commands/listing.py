@@ -1,4 +1,4 @@
-"""`moetool list`."""
+"""Command line of `moetool list`: lists methods, architectures, presets, representations and more."""
 
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ def build(
     what: Annotated[What, typer.Argument(help="What to list.")] = "methods",
     json: AsJson = False,
 ) -> None:
-    """The command."""
+    """Run `moetool list` for one kind of thing."""
     rows = {
         "methods": _methods,
         "architectures": _architectures,

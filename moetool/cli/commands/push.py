@@ -1,4 +1,4 @@
-"""`moetool push`."""
+"""Command line of `moetool push`: uploads a checkpoint to the Hugging Face hub."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ def build(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
     json: AsJson = False,
 ) -> None:
-    """The command."""
+    """Run `moetool push`, or list the files with `--dry-run`."""
     result = push(model, repo, public=public, revision=revision, message=message, dry_run=dry_run, progress=Display())
     if json:
         print_json(result.to_json())

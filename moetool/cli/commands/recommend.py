@@ -1,4 +1,4 @@
-"""Command line of `moetool recommend`."""
+"""Command line of `moetool recommend`: says which compression suits a memory and an engine."""
 
 from typing import Annotated
 
@@ -19,7 +19,7 @@ def build(
     json: AsJson = False,
     **typed: object,
 ) -> None:
-    """Run `moetool recommend`."""
+    """Run `moetool recommend` on a model's headers, or on its config alone."""
     options = build_options(RecommendOptions, typed)
     result = recommend(model, options.memory or total_bytes(), options.engine)
     if json:

@@ -1,4 +1,4 @@
-"""`moetool report`."""
+"""Command line of `moetool report`: writes the page on a model, or its numbers as JSON."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool report` on a model and write its page."""
     options = build_options(ReportOptions, typed)
     file = page_file(model, output)
     with watched(log_json, "report", [model], options.model_dump(mode="json")) as (display, ended):

@@ -1,4 +1,4 @@
-"""`moetool routing`."""
+"""Command line of `moetool routing`: compares which experts different texts are routed to."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool routing` on an MoE model and several texts."""
     options = build_options(RoutingOptions, typed)
     with watched(log_json, "routing", [model], options.model_dump(mode="json")) as (display, ended):
         result = pictured(plot, lambda: routing(model, options, display), plot_routing)

@@ -1,4 +1,4 @@
-"""Commands that turn one checkpoint into another."""
+"""Command lines of all stages, such as `compress` and `upcycle`, which turn one checkpoint into another."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""`moetool verify`."""
+"""Command line of `moetool verify`: checks a checkpoint's files, and its likeness to its source."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -28,7 +28,7 @@ def build(
     log_json: LogJson = None,
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool verify` on a checkpoint."""
     options = build_options(LikenessOptions, typed)
     if options.text is not None and against is None:
         raise UsageError("--text compares with a source: give --against, too.")

@@ -11,7 +11,7 @@ from moetool.upcycle.stage import Start, UpcycleOptions, method
 
 @method("vanilla", "every expert a copy of the dense FFN; computes what the dense model computes", UpcycleOptions)
 def vanilla(dense: DenseModel, options: UpcycleOptions, dtype: torch.dtype) -> Start:
-    """Sparse Upcycling (arXiv:2212.05055)."""
+    """Sparse Upcycling (arXiv:2212.05055): every expert starts as a copy of the dense feed-forward network."""
     return Start(Copies([dense]))
 
 
@@ -29,7 +29,7 @@ def drop(dense: DenseModel, options: DropOptions, dtype: torch.dtype) -> Start:
 
 
 class FineGrainedOptions(UpcycleOptions):
-    """Into how many pieces each copy is cut."""
+    """Options of fine-grained upcycling: how many copies there are, and into how many pieces each is cut."""
 
     experts: int | None = Field(8, ge=2, description="Copies of the FFN per layer, each cut in pieces.")
     top_k: int = Field(2, ge=1, description="Copies per token.")

@@ -18,14 +18,18 @@ class DeltaOptions(UpcycleOptions):
 
 
 class LowRankOptions(DeltaOptions):
-    """Options of low-rank deltas: their rank."""
+    """Options of upcycling to low-rank deltas: the rank that all of them have."""
 
     rank: int = Field(1, ge=1, description="Rank of every delta.")
 
 
 @method("ders-lowrank", "the dense FFN once, and low-rank deltas that training fills", LowRankOptions)
 def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype) -> Start:
-    """DeRS-LM (arXiv:2503.01359, §3.3)."""
+    """DeRS-LM upcycling (arXiv:2503.01359, §3.3): experts are low-rank deltas to the dense network.
+
+    Raises:
+        UsageError: the rank is larger than the matrices allow.
+    """
     if options.rank > min(dense.hidden, dense.intermediate):
         raise UsageError(
             f"--rank {options.rank}: matrices of {dense.intermediate} × {dense.hidden} have no more than "

@@ -18,7 +18,7 @@ from moetool.upcycle.routing import RoutedConversion, RoutedOptions, Rows
 
 
 class PescOptions(RoutedOptions):
-    """Options of PESC: width, scale and dropout of the adapters."""
+    """Options of PESC upcycling: width, output scale and dropout of the adapters."""
 
     width: int = Field(512, ge=1, description="Width of an adapter's hidden layer.")
     scale: float = Field(1.0, gt=0, description="Of an adapter's output.")

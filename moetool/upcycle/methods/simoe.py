@@ -116,7 +116,7 @@ class Interpolated(Customized[SimoeSpec]):
 
     @property
     def linear_parameters(self) -> int:
-        """Number of parameters in all linear layers that have masks."""
+        """Number of parameters of all linear layers whose deltas are masked."""
         return sum(math.prod(self._shape(site)) for site in self._sites)
 
     def parameters(self) -> Counts:

@@ -16,7 +16,7 @@ _PREFERENCE = ("mixtral", "granitemoe", "granitemoeshared", "qwen2_moe", "qwen3_
 
 @cache
 def targets() -> dict[str, Target]:
-    """Every target by name, in the order in which they are tried."""
+    """Find every target family by name, in the order of preference in which `--target auto` tries them."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     found = {module.TARGET.name: module.TARGET for module in modules if hasattr(module, "TARGET")}
     rank = {name: position for position, name in enumerate(_PREFERENCE)}

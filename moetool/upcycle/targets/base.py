@@ -1,4 +1,5 @@
-"""A family that an upcycled model can be written as."""
+"""Description of a model family that upcycled models can be written as: names, config entries, and what it can
+express."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

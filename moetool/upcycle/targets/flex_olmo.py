@@ -1,4 +1,4 @@
-"""FlexOlmo: for OLMo 2."""
+"""The FlexOlmo family, to which OLMo 2 models are upcycled."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel

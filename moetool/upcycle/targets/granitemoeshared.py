@@ -1,4 +1,4 @@
-"""Granite-MoE with a shared expert, which is simply added."""
+"""The Granite-MoE family with a shared expert, whose output is added to that of the routed ones without a gate."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel

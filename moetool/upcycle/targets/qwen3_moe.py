@@ -1,4 +1,4 @@
-"""Qwen3-MoE: for Qwen3."""
+"""The Qwen3-MoE family, to which Qwen3 models are upcycled."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
