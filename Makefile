@@ -27,11 +27,13 @@ check: .venv/ready
 bench: .venv/ready
 	@for name in $(BENCH); do echo "== $$name $(ARGS)"; $(BIN)/python scripts/benchmarks/$$name.py $(ARGS) || exit; done
 
-# What is generated in docs/: the tables of options and of families, and the picture from committed results.
+# What is generated in docs/: the tables of options and of families, and the picture from committed results. Then all pages
+# as a website in build/site; a broken link fails.
 docs: .venv/ready
 	$(BIN)/python scripts/docs/options.py
 	$(BIN)/python scripts/docs/families.py
 	$(BIN)/python scripts/docs/chart.py
+	$(BIN)/python scripts/docs/site.py
 
 # The calibration text that comes with the package, packed from scripts/text.
 text: .venv/ready
@@ -40,8 +42,8 @@ text: .venv/ready
 # torch comes first and alone, pinned to the tested build, so that nothing else decides which one is taken.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
 clean:
