@@ -37,8 +37,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class DemoModel(Printed):
-    """One of the demo's models: its directory, its weight files in bytes, its perplexity on the held-out text, and what
-    was done."""
+    """A row of the demo's table: a model's directory, bytes of its weight files, held-out perplexity, and how it was
+    made."""
 
     model: str
     bytes: int

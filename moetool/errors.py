@@ -66,7 +66,7 @@ def did_you_mean(said: str, known: Iterable[str]) -> str:
 
 
 def full_disk(error: BaseException | None) -> str | None:
-    """In words of the system, if an exception came of a disk, a quota or a largest file that is full."""
+    """The system's words for a full disk, quota or file, if that is what an exception came of; `None` for any other."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return os.strerror(error.errno)

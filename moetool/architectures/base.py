@@ -1,4 +1,4 @@
-"""What moetool knows of a model with experts: numbers, names on disk, names in memory.
+"""Description of a model family with experts: numbers, tensor names on disk, module names in memory.
 
 An `Architecture` is data. It holds no code that depends on the family.
 """
@@ -50,8 +50,8 @@ def _of_every_layer(value: object) -> object:
 
 
 def experts_told(config: Mapping[str, object]) -> str | None:
-    """What a `config.json` of any family, or one of the configs in it, says of experts: `text_config.num_experts is 8`;
-    `None` if nothing."""
+    """Find an entry of a `config.json`, or of a config nested in it, that speaks of experts, e.g.
+    `text_config.num_experts is 8`; `None` if there is none."""
     if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
         return f"{key} is {config[key]}"
     inner = {name: experts_told(part) for name, part in config.items() if isinstance(part, Mapping)}

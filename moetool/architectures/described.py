@@ -1,5 +1,5 @@
-"""What transformers makes of a `config.json`: its own config, the class of its language model, and the model without
-weights, in which the language model may be one part of several.
+"""The description that transformers makes of a `config.json`: its own config, the class of the language model, and the
+model without weights, of which the language model may be one part.
 
 The code of a checkpoint (`auto_map`) is never run.
 """
@@ -94,7 +94,8 @@ def _check_language_is_there(config: Mapping[str, object], described: "PreTraine
 
 
 def experts_by_default(config: Mapping[str, object]) -> str | None:
-    """What transformers says of the experts of a model whose `config.json` says nothing of them; `None` if nothing."""
+    """Find an entry on experts that transformers fills in where `config.json` says nothing of them; `None` if there is
+    none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("model_type") not in CONFIG_MAPPING:

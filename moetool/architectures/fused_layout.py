@@ -1,4 +1,4 @@
-"""How the matrices of all experts of a layer lie in one tensor, in files and in memory."""
+"""Layouts of tensors that hold the matrices of all experts of a layer, in files and in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,8 +68,8 @@ PLAIN = FusedLayout()
 
 
 def layout_of(experts: object) -> FusedLayout:
-    """How the fused tensors of a module of experts lie in memory: by what transformers' decorator says of its class, or
-    by their shapes, where it has none."""
+    """The layout of the fused tensors in a module of experts: by transformers' decorator on its class, or else by their
+    shapes."""
     if hasattr(experts, "is_transposed"):
         return FusedLayout(bool(experts.is_transposed), not getattr(experts, "is_concatenated", True))
     both, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)

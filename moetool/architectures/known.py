@@ -1,4 +1,5 @@
-"""What transformers' own classes do not say of MoE families: names, routers' rules in words, and what is refused."""
+"""Facts about MoE families that transformers' classes do not tell: names, routing rules in words, and what is
+refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from moetool.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class KnownFamily:
-    """What people know of a family beyond its class.
+    """Facts about one MoE family that its class does not tell.
 
     Attributes:
         name: as people say it.

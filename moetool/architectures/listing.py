@@ -7,8 +7,8 @@ _EXPERTS = re.compile(r"^class \w*Experts\w*\(nn\.Module\)", re.MULTILINE)
 
 
 def families_with_experts() -> dict[str, list[str]]:
-    """By family, which is one of transformers' directories with a class of experts, its model types: of language
-    models, alone or with others around them, or of whatever else there is where it has none."""
+    """Model types of each family of transformers that has a class of experts, by the name of its directory: those of
+    language models, alone or inside others, or all types where there is no language model."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
     from transformers.models.auto.modeling_auto import (

@@ -1,4 +1,4 @@
-"""What transformers calls a model's tensors on disk, found by turning its own conversion round on numbered probes.
+"""Names on disk that transformers gives to a model's tensors, found by inverting its own conversion on numbered probes.
 
 The names alone would not say which of two matrices is the gate: probes are small tensors whose numbers tell where each
 of them went.

@@ -11,7 +11,8 @@ ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
 
 def fused_name(roles: Sequence[Role]) -> str:
-    """What transformers calls the tensor of all experts' matrices of those roles: `gate_up_proj`, `down_proj`."""
+    """The name in transformers of the tensor that holds all experts' matrices of these roles: `gate_up_proj`,
+    `down_proj`."""
     return "_".join(roles) + "_proj"
 
 

@@ -78,8 +78,8 @@ class LayerBase:
     def encoded(
         self, forms: Mapping[Role, Representation], rotation: Mapping[Role, int] = MappingProxyType({})
     ) -> "LayerBase":
-        """In these forms by role, each of the full matrix; for rotated inputs where there is a seed. A form that
-        changes nothing is left out."""
+        """Encode the full matrices of the base in the given form of each role, with rotated inputs where a seed is
+        given. Forms that change nothing are left out."""
         compact = {}
         for role, form in forms.items():
             if form.is_whole:

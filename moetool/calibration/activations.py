@@ -61,7 +61,8 @@ class ActivationFile:
         return str(digest)
 
     def replace_together(self, batches: Iterator[Tensor], start: int, peers: Peers) -> None:
-        """The same by several processes, each of which gives the windows from `start` on that are its own."""
+        """Replace the content as `replace` does, by several processes, each of which gives its own windows from `start`
+        on."""
         if not peers.is_first:
             peers.barrier()
             return self._write_part(self.path.with_name(self.path.name + TEMPORARY), batches, start, peers)

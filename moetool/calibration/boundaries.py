@@ -1,4 +1,4 @@
-"""Which hidden states are on the disk, and how, and how many windows go through a layer at a time.
+"""Hidden states between layers: which of them are on the disk, in which dtype, and how many windows run at a time.
 
 On the way back every layer needs its input again. Of those only every √L-th is kept; those between are computed
 again, a stretch of layers at a time (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
@@ -12,8 +12,8 @@ TOKENS_PER_BATCH = 1024
 
 
 def kept_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """In which dtype hidden states and their gradients wait on the disk: bf16, which a model with weights of 16 bits is
-    made for, or else what it is computed in."""
+    """The dtype in which hidden states and their gradients wait on the disk: bf16 for a model whose weights have 16
+    bits, else the dtype of the computation."""
     return torch.bfloat16 if stored.itemsize == 2 else computed
 
 

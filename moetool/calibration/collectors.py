@@ -25,7 +25,7 @@ _KEPT_DELTAS = 12  # as many numbers as their factorisation has in memory afterw
 
 @dataclass
 class LayerStatistics:
-    """What one MoE layer did on the calibration set. Tensors are on the CPU.
+    """Statistics of one MoE layer on the calibration windows. Tensors are on the CPU.
 
     Attributes:
         tokens: `[experts]` int64, routed tokens.
@@ -63,7 +63,7 @@ class LayerStatistics:
 
 
 class UsageCollector(Collector):
-    """How many tokens reach each expert, and how much energy each intermediate channel carries."""
+    """Collector of the number of tokens that reach each expert, and of the energy of each intermediate channel."""
 
     wants_sums: ClassVar[bool] = True
 
@@ -151,7 +151,8 @@ class FisherCollector(Collector):
 
 
 class RegressionCollector(Collector):
-    """What RegMean needs: input Gram matrices summed over experts, and their products with the experts' matrices.
+    """Collector of the sums that RegMean needs: input Gram matrices over all experts, and their products with the
+    matrices.
 
     `W_j G_j` is the sum over tokens of output times input, so no Gram matrix per expert is kept. That of down is
     `[intermediate, intermediate]`, which is what makes RegMean the most expensive of the merges.
@@ -185,7 +186,8 @@ class RegressionCollector(Collector):
             peers.all_reduce(gram.matrix())
 
     def sums(self) -> dict[Role, tuple[Tensor, Tensor, Tensor]]:
-        """By role: `Σ_j W_j G_j` `[out, in]`, `Σ_j G_j` `[in, in]`, and the diagonals of the G_j `[experts, in]`."""
+        """Return `Σ_j W_j G_j` `[out, in]`, `Σ_j G_j` `[in, in]`, and the diagonals of the G_j `[experts, in]`, by
+        role."""
         return {
             role: (
                 self._products[role],

@@ -101,7 +101,7 @@ class DataSpec:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """At which the model's own text is drawn, the windows taking turns."""
+        """Sampling temperatures of the model's own text; windows take them in turn."""
         return TEMPERATURES if self.config is None else (float(self.config),)
 
     def _check_self(self) -> None:
@@ -117,7 +117,7 @@ class DataSpec:
 
     @property
     def name(self) -> str:
-        """What to call the source: the name of a file or folder, the id of a hub data set."""
+        """A short name of the source: that of a file or folder, or the id of a hub data set."""
         if self.is_self:
             return OWN_TEXT
         return local_path(self.source).name if is_here(self.source) else self.source

@@ -1,4 +1,4 @@
-"""What decoder layers hand to each other beside hidden states."""
+"""Vectors that decoder layers hand to each other beside hidden states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ class Beside:
         return hidden, beside.to(self.dtype)
 
     def given(self, call: LayerCall, beside: Tensor | None) -> LayerCall:
-        """How a layer is called that is given these vectors where another layer handed on some."""
+        """Replace the place holders of handed-on vectors in a layer's call by these vectors."""
         if beside is None:
             return call
         args, kwargs = call

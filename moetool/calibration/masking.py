@@ -18,7 +18,7 @@ def mask_token(tokenizer: Tokenizer) -> int:
 
 
 def masked_windows(windows: Tensor, tokenizer: Tokenizer, seed: int) -> Tensor:
-    """The same windows `[windows, length]` with 15 % of their tokens hidden, at least one in each."""
+    """Hide 15 % of the tokens of windows `[windows, length]` behind the mask token, at least one in each window."""
     chances = torch.rand(windows.shape, generator=generator(seed, "mask"))
     hidden = chances < SHARE
     hidden |= chances == chances.amin(1, keepdim=True)

@@ -28,7 +28,7 @@ class Collector:
     again: Callable[["Collector", range], None] | None = None
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
-        """What one expert makes of the tokens routed to it, before the router weighs it.
+        """Hook that sees one expert's work on the tokens routed to it, before the router weighs its output.
 
         Args:
             expert: its index.
@@ -38,16 +38,17 @@ class Collector:
         """
 
     def observe_output(self, expert: int, output: Tensor, weights: Tensor) -> None:
-        """What it gives for these tokens `[routed, hidden]`, with its bias, and the router's weights `[routed, 1]`."""
+        """Hook that sees an expert's output `[routed, hidden]`, with its bias, and its routing weights `[routed, 1]`."""
 
     def at(self, position: int) -> None:
-        """With which of all rows that experts are given, by batch and then by expert, the next to be observed begin."""
+        """Hook that is told the position, among the rows that all experts are given, by batch and then by expert, of
+        the next rows to be observed."""
 
     def observe_inputs(self, inputs: Tensor) -> None:
-        """What all experts are given, each token once: `[tokens, hidden]`."""
+        """Hook that sees the inputs of all experts, each token once: `[tokens, hidden]`."""
 
     def observe_routing(self, routing: RoutedBatch) -> None:
-        """Which of these tokens go to which expert, and how its output is weighed there."""
+        """Hook that sees to which experts the tokens of a batch go, and with which weights."""
 
     def observe_blame(self, gradients: Tensor) -> None:
         """Backwards: the gradients of what all experts give together, `[tokens, hidden]`."""

@@ -13,7 +13,8 @@ SaidT = TypeVar("SaidT")
 
 
 def owners(costs: Sequence[float], count: int) -> list[int]:
-    """Which of `count` processes does each of some pieces of work: the costliest first, to whom has least to do."""
+    """Assign pieces of work to `count` processes by their costs: the costliest goes first, to the process with the
+    least to do."""
     loads, chosen = [0.0] * count, [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda piece: (-costs[piece], piece)):
         chosen[piece] = min(range(count), key=lambda owner: (loads[owner], owner))
@@ -43,8 +44,8 @@ class Peers:
         """Wait until all processes have arrived, calling `meanwhile` from time to time."""
 
     def broadcast(self, said: SaidT, owner: int = 0) -> SaidT:
-        """What `owner` says, to all of them; what the others say is not looked at. Numbers, words, tensors, and lists,
-        tuples, sets and dictionaries of these: nothing else is taken."""
+        """Send a message of the process `owner` to all others, whose own arguments are ignored. A message is a number,
+        text, tensor, or a list, tuple, set or dictionary of these."""
         return said
 
     def gather(self, said: SaidT) -> list[SaidT]:
@@ -55,7 +56,8 @@ class Peers:
         """Replace a contiguous tensor by its sum over all processes. The order of the sum depends on their number."""
 
     def reduce(self, tensor: Tensor, owner: int) -> None:
-        """The same for `owner` alone; what is left to the others means nothing."""
+        """Sum a contiguous tensor over all processes into that of `owner`; the tensors of the others are then
+        undefined."""
 
     def part(self, count: int) -> range:
         """The share of this process among `count` things in a row: a contiguous range, of equal length up to one."""
@@ -63,7 +65,8 @@ class Peers:
 
 
 class Owned:
-    """Which process has which matrices of a layer's experts: those of an expert that are given the same together.
+    """Assignment of the matrices of a layer's experts to processes; matrices of an expert that have the same inputs
+    stay together.
 
     Attributes:
         peers: the processes.

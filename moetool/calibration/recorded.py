@@ -27,7 +27,7 @@ Tick = Callable[[], None]
 
 
 class Recorded:
-    """What the experts of a layer are given, `[tokens, hidden]`, and which of them each token goes to; by batch.
+    """Inputs `[tokens, hidden]` of a layer's experts, recorded by batch, with the experts that each token goes to.
 
     Attributes:
         parts: the tokens of each batch.

@@ -72,15 +72,15 @@ class Sweep:
         self.own = range(self.batch_size * batches.start, min(self.batch_size * batches.stop, self.count))
 
     def within(self, directory: Path) -> "Sweep":
-        """The same windows and model, with hidden states in another directory."""
+        """Return a sweep of the same model and windows that keeps its hidden states in another directory."""
         other = copy(self)
         other.directory, other.digests = directory, {}
         return other
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by: the power of two nearest to a window's predictions, so that no digit of
-        theirs changes."""
+        """The factor on losses before gradients are taken: the power of two nearest to a window's number of
+        predictions, which rounds nothing."""
         return 2.0 ** round(math.log2(max(self.length - 1, 1)))
 
     def _batches(self) -> Iterator[tuple[int, int]]:

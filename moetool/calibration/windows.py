@@ -118,8 +118,8 @@ def drawn_windows(
     insist: bool = False,
     own: OwnText | None = None,
 ) -> DrawnWindows:
-    """What `sample_windows` gives, and of what it leaves over, without overlap, so many windows `more`, or fewer where
-    there are no more.
+    """Draw the windows of `sample_windows`, and `more` others without overlap from what these leave over, or fewer
+    where there are no more.
 
     Of both a share `mix` is of the bundled text, unless DATA names that itself; what it lacks is taken from DATA.
     Windows of the model's `own` text are all among the first.

@@ -135,7 +135,7 @@ class SizeOptions(Options):
 
 
 class RunOptions(Options):
-    """Where and how a job runs. None of these changes what is computed, except the compute dtype."""
+    """Options on where and how a job runs. None of these changes what is computed, except the compute dtype."""
 
     group: ClassVar[str] = "Machine"
 

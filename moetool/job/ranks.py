@@ -114,7 +114,8 @@ class TrainerRanks(Ranks):
 
 
 class JoinedRanks(Ranks):
-    """One of several processes, by what their launcher has told each.
+    """Communication of one of several processes, which finds the others by what the launcher has set in its
+    environment.
 
     Raises:
         InterruptedRunError: here and in every method: another process has not come, or is gone.

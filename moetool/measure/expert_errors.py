@@ -35,7 +35,8 @@ NO_STAGES: Stages = MappingProxyType({})
 
 
 def effects_of(stages: Iterable[str], known: Stages) -> list[Effect]:
-    """What each of the named stages does to experts; one that is not `known` stores them in other forms."""
+    """Effects on experts of each of the named stages; a stage that is not `known` is taken to store them in other
+    forms."""
     return [known[name].effect if name in known else "encodes" for name in stages]
 
 

@@ -27,7 +27,7 @@ from moetool.measure.results import Likeness
 
 
 class LikenessOptions(LoadedOptions):
-    """On which text a checkpoint is compared with its source, and how unlike it may be."""
+    """Options of the comparison of a checkpoint with its source: the text, and how unlike the two may be."""
 
     text: str | None = Field(
         None,
@@ -133,8 +133,9 @@ def _broken(found: Likeness, options: LikenessOptions) -> list[str]:
 def layer_errors(
     made: Checkpoint, original: Checkpoint, batches: Batches, options: LoadedOptions, progress: Progress
 ) -> Mapping[int, float]:
-    """By layer `‖y' − y‖ / ‖y − x‖` over all tokens: `x` is what the original's layer is given, `y` what it makes of
-    that, `y'` what the other makes of the same. What both pass on beside the layer (`x`) would hide any error.
+    """Relative error of each layer, `‖y' − y‖ / ‖y − x‖` over all tokens: `x` is what the original's layer is given,
+    `y` what it makes of that, `y'` what the other model's layer makes of `x`. What both pass on beside the layer (`x`)
+    would hide any error.
 
     One layer of each is in memory, and the hidden states of the text, three times.
 

@@ -114,7 +114,8 @@ class OverTexts(Printed):
 
     @classmethod
     def of(cls, texts: Sequence[TextLoss]) -> "OverTexts | None":
-        """Of several texts that were compared with an original; `None` of one alone, or without an original."""
+        """Summarize several texts that were compared with an original; `None` for one text alone, or without an
+        original."""
         lost = [(text, text.against.kl) for text in texts if text.against is not None]
         if len(lost) < 2:
             return None

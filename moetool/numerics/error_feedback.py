@@ -50,7 +50,7 @@ class Feedback:
 
     @classmethod
     def of(cls, gram: Tensor) -> Self | None:
-        """From [in, in], sum of x x^T over the inputs x; positive semi-definite, may be singular.
+        """Prepare the feedback from a Gram matrix `[in, in]`, the sum of x x^T over inputs x; it may be singular.
 
         Returns:
             `None` where all inputs are zero: then any error is as good as another.

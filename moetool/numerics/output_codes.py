@@ -33,7 +33,8 @@ class Coder(Protocol):
 
     @property
     def noise(self) -> Mapping[int, float]:
-        """By bits: the share of a normal variable's energy that the nearest codes leave. Of other bits scales stay."""
+        """Share of a normal variable's energy that the nearest codes leave, by bits. Scales of other numbers of bits
+        stay."""
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         """Codes [out, in] of every part that make good for each other's errors."""
@@ -66,7 +67,8 @@ def coded_for_outputs(
 
 
 def widest_scales(feedback: Feedback, noise: float) -> float | None:
-    """How many times wider scales may serve better than those that suit the nearest codes, to the power of one.
+    """Find the factor, raised to the powers that are tried, by which wider scales may serve better than those of the
+    nearest codes.
 
     Args:
         feedback: of the inputs.

@@ -35,7 +35,7 @@ _WORSE = 2.0  # times the input's divergence at an evaluation, with nothing bett
 
 @dataclass(frozen=True)
 class RepairOutcome:
-    """What training has led to.
+    """Outcome of a repair's training: values to store, and divergences before and after.
 
     Attributes:
         values: of the trained parameters, as they are to be stored, by name.
@@ -197,7 +197,7 @@ class Distilling:
 def noted_batches(
     model: Any, windows: Tensor, batch_size: int, k: int, progress: Progress
 ) -> Iterator[NotedPredictions]:
-    """What a model predicts of windows `[windows, length]`, batch by batch, on the CPU."""
+    """Iterate over a model's predictions of windows `[windows, length]`, batch by batch, on the CPU."""
     for batch in windows.split(batch_size):
         logits = model(input_ids=batch.to(model.device), use_cache=False).logits
         yield NotedPredictions.of(logits, k).to(torch.device("cpu"))

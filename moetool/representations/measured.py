@@ -41,7 +41,8 @@ class Measured:
         return self.gram.diagonal()
 
     def with_feedback(self) -> "Measured":
-        """These measurements with what error feedback needs, for several matrices on the same inputs."""
+        """Return the measurements with the factors of error feedback, for several matrices that have the same
+        inputs."""
         if self.feedback is not None or self.gram is None:
             return self
         return replace(self, feedback=Feedback.of(self.gram))

@@ -84,7 +84,8 @@ class TrellisMatrix(Trellis):
 
 
 def in_trellis(form: Quantized, rows: int) -> Quantized:
-    """These codes in a trellis, or as they are where a matrix of so many rows cannot have one."""
+    """Return the trellis form with the bits and groups of a quantized form, or that form itself if the rows cannot fill
+    whole bytes."""
     if form.bits not in trellis.WIDTHS or rows % trellis.rows_served(form.bits):
         return form
     return (Trellis if form.uses_base else TrellisMatrix)(form.bits, form.group)

@@ -9,7 +9,7 @@ from moetool.job.options import RunOptions
 
 
 class TuneOptions(RunOptions):
-    """On which text, for how many steps, and which parameters are trained."""
+    """Options of `moetool tune`: the examples, number of steps, what is trained, and the router losses."""
 
     data: str = Field(
         description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "

@@ -35,7 +35,8 @@ _BOTH = ("flaubert", "reformer", "xlm")
 
 
 def head_of_a_task(config: Mapping[str, object]) -> str | None:
-    """As what an encoder of a known family was saved, by its `config.json`, if that does not find hidden words."""
+    """The task that an encoder of a known family was saved for, by its `config.json`, if it is not finding hidden
+    words."""
     listed = config.get("architectures")
     if not is_encoder(config) or not isinstance(listed, list | tuple) or not listed:
         return None
@@ -76,7 +77,7 @@ def _only_encodes(config: Mapping[str, object]) -> bool:
 
 
 def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
-    """What is known of the dense model that a `config.json` describes, whatever custom modules it lists.
+    """Describe the dense model behind a `config.json`, whatever custom modules that lists.
 
     Raises:
         InvalidInputError: the model is an MoE model already, encodes only, has an encoder and a decoder, has others

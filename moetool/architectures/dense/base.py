@@ -1,4 +1,4 @@
-"""What moetool knows about a dense model family: where its feed-forward networks lie, and what else its layers do.
+"""Description of a dense model family: where its feed-forward networks lie, and what else its layers do.
 
 Like `Architecture`, a `DenseArchitecture` is data. What a family does beyond a plain Llama is a list of features; an
 MoE family can hold it if it can express every one of them.

@@ -1,4 +1,4 @@
-"""What a module of transformers computes, if it is a feed-forward network: `down(act(up))` or `down(act(gate) · up)`.
+"""Recognition of feed-forward networks among transformers' modules: `down(act(up))` or `down(act(gate) · up)`.
 
 The module's own forward is traced (`torch.fx`): nothing is computed, so that it may be on the meta device.
 """

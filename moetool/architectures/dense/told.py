@@ -1,4 +1,5 @@
-"""What no module says of a dense family: which families of experts on the hub can hold its layers, and what encodes."""
+"""Facts about dense families that no module tells: which MoE families on the hub can hold their layers, and which of
+them are encoders."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of one family by its model type.
+    """Facts about one dense family, by its model type, that its modules do not tell.
 
     Attributes:
         features: what its layers do beyond a plain Llama's, by the names of `FEATURES`.

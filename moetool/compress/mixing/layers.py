@@ -59,7 +59,7 @@ class MixedLayers:
         self.facts = calibrated.facts_with_loss
 
     def within(self, part: Job) -> "MixedLayers":
-        """The same layers without measuring them again, for a part of the job that encodes a model of its own."""
+        """Return the same measured layers for a part of the job that encodes a model of its own."""
         other = copy(self)
         other.job, other._calibrated = part, self._calibrated.within(part)
         if self._refining is not None:

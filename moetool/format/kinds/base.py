@@ -146,7 +146,8 @@ class CustomModule(BaseModel, ABC):
         """Numbers of a converted model, whose shapes are given, that one token does not use."""
 
     def masks(self, shapes: Shapes) -> Mapping[str, Mask] | None:
-        """Where experts are masks, those of every linear layer by its name; `None` where they are not.
+        """Names of the expert masks of every linear layer, by the layer's name; `None` for kinds whose experts are no
+        masks.
 
         Args:
             shapes: of a converted model's tensors, by name.

@@ -127,8 +127,8 @@ def _is_number(value: object) -> bool:
 
 
 def group_means(scores: Sequence[TaskScore], asked: Sequence[str]) -> list[TaskScore]:
-    """Of every group of ours that was asked for, the mean over its n tasks of each metric that all of them have, with
-    the standard error `√(Σ e²) / n`, as for tasks that have no question in common."""
+    """Mean scores of the groups that moetool names and that were asked for: over the n tasks of a group, of each metric
+    that all of them have, with the standard error `√(Σ e²) / n` of independent tasks."""
     found = []
     for group in (name for name in asked if name in GROUPS):
         tasks = GROUPS[group]
