@@ -38,7 +38,7 @@ class Collector:
         """
 
     def observe_output(self, expert: int, output: Tensor, weights: Tensor) -> None:
-        """Hook that sees an expert's output `[routed, hidden]`, with its bias, and its routing weights `[routed, 1]`."""
+        """Hook that sees an expert's output `[routed, hidden]`, biased, and the routing weights `[routed, 1]`."""
 
     def at(self, position: int) -> None:
         """Hook that is told the position, among the rows that all experts are given, by batch and then by expert, of
