@@ -19,9 +19,10 @@ from moetool.checkpoint.names import CARD, CONFIG, COSTS, INDEX, MANIFEST, SINGL
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
-from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, matrices_of
+from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_of
 from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError, did_you_mean
+from moetool.format.marker import moetool_entry, without_stored
 from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
 
 _LONGEST_NAME = 255  # of a file, on every system that there is
@@ -35,7 +36,7 @@ class Checkpoint:
     Attributes:
         source: what the user called it: a directory or a hub id.
         path: its local directory.
-        config: `config.json` as it stands there, without the library's defaults.
+        config: `config.json` as it stands there, without the library's defaults, and without a format that is decoded.
         tensors: every tensor of the weight files, sorted by name: the hub's, where the files have an alias for it.
         weight_files: the safetensors files, sorted by name.
         weight_bytes: bytes of those files together, headers included.
@@ -44,6 +45,7 @@ class Checkpoint:
         stored: every tensor of the files where some are decoded; else there is nothing.
         stored_as: the format of another tool in which most are stored, for people ("FP8"); `None` for an ordinary
             checkpoint.
+        stored_entry: what that tool says of it, its `quantization_config`.
     """
 
     source: str
@@ -57,6 +59,7 @@ class Checkpoint:
     forms: Mapping[str, DecodedMatrix] = field(default_factory=dict, repr=False)
     stored: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)
     stored_as: str | None = None
+    stored_entry: Mapping[str, object] | None = field(default=None, repr=False)
 
     @classmethod
     def unfinished(cls, path: Path, config: dict[str, object], files: Sequence[Path]) -> "Checkpoint":
@@ -70,7 +73,9 @@ class Checkpoint:
         for header in headers:
             _merge(tensors, header)
         nbytes = sum(header.file_bytes for header in headers)
-        return cls(str(path), path, config, dict(sorted(tensors.items())), tuple(files), nbytes, "unfinished", ())
+        ordered = dict(sorted(tensors.items()))
+        made = cls(str(path), path, config, ordered, tuple(files), nbytes, "unfinished", ())
+        return made if moetool_entry(config) is None else made._decoding()
 
     @classmethod
     def open(cls, source: str | Path) -> "Checkpoint":
@@ -102,10 +107,7 @@ class Checkpoint:
         for file, header in zip(files, headers, strict=True):
             parts += (file.name.encode(), str(header.file_bytes).encode(), header.raw)
         times = tuple(header.written for header in headers)
-        opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)
-        if (found := matrices_of(config, ordered, path)) is not None:
-            left = {key: value for key, value in config.items() if key != "quantization_config"}
-            opened = opened.showing(found.matrices, left, found.unused, found.description)
+        opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)._decoding()
         if is_known(config):
             check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
         return opened
@@ -119,12 +121,15 @@ class Checkpoint:
         """
         return settings_of(self.config, self.path)
 
+    def _decoding(self) -> "Checkpoint":
+        """A view that shows the matrices that tensors in another tool's format stand for, if there are some."""
+        if (found := matrices_of(self.config, self.tensors, self.path)) is None:
+            return self
+        shown = self.showing(found.matrices, without_stored(self.config), found.unused)
+        return replace(shown, stored_as=found.description, stored_entry=entry_of(self.config, self.path))
+
     def showing(
-        self,
-        matrices: Iterable[DecodedMatrix],
-        config: Mapping[str, object],
-        unused: Iterable[str] = (),
-        stored_as: str | None = None,
+        self, matrices: Iterable[DecodedMatrix], config: Mapping[str, object], unused: Iterable[str] = ()
     ) -> "Checkpoint":
         """A view of the checkpoint that shows decoded matrices in the place of the tensors they are decoded from.
 
@@ -132,7 +137,6 @@ class Checkpoint:
             matrices: what it shows.
             config: without what it said of them.
             unused: more names that it does not show any more.
-            stored_as: the format, if it is another tool's.
         """
         forms = {matrix.name: matrix for matrix in matrices}
         spent = {part for matrix in forms.values() for part in matrix.parts} | set(unused)
@@ -147,7 +151,6 @@ class Checkpoint:
             tensors=dict(sorted(tensors.items())),
             forms={**self.forms, **forms},
             stored=self.on_disk,
-            stored_as=stored_as or self.stored_as,
         )
 
     @property
@@ -155,13 +158,18 @@ class Checkpoint:
         """Header entries of every tensor in the files, by name."""
         return self.stored if self.forms else self.tensors
 
+    def stored_parts(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Tensors of the files that decoded matrices of these names are stored in, with all that decoding them takes,
+        by name."""
+        forms = [self.forms[name] for name in names]
+        return {part: self.stored[part] for form in forms for part in (*form.parts, *form.notes)}
+
     def growth(self, without: Collection[str] = ()) -> int:
         """Bytes by which decoded matrices grow when they are written as they are read, of all but those of these
         names."""
-        forms = [form for name, form in self.forms.items() if name not in without]
-        parts = {part for form in forms for part in form.parts}
-        decoded = sum(self.tensors[form.name].nbytes for form in forms)
-        return decoded - sum(self.stored[part].nbytes for part in parts)
+        names = [name for name in self.forms if name not in without]
+        decoded = sum(self.tensors[name].nbytes for name in names)
+        return decoded - sum(info.nbytes for info in self.stored_parts(names).values())
 
     @property
     def shown_bytes(self) -> int:
@@ -187,6 +195,10 @@ class Checkpoint:
         """
         info = self.info(name)
         return self._span(info, 0, info.shape)
+
+    def read_stored(self, name: str) -> Tensor:
+        """One whole tensor as it is in the files, decoded or not. Raises as `read`."""
+        return read_numbers(self.on_disk[name], 0, self.on_disk[name].shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.

@@ -135,6 +135,7 @@ class _Entry(_Entries):
     format_version: Count = 1
     layers: dict[str, dict[str, object]] = {}
     original_bytes: Bytes | None = None
+    stored: dict[str, object] | None = None
 
 
 def check_depth(parsed: object, file: Path) -> None:

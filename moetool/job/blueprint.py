@@ -1,18 +1,22 @@
 """The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
 from moetool.checkpoint.reader import Checkpoint, has_weights, read_config
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.stored.formats import entry_of, expected_bytes
+from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
+from moetool.format.marker import moetool_entry
 from moetool.runtime.building import empty_model, names_on_disk
 from moetool.runtime.loading import refuse_other_head
 
@@ -71,8 +75,22 @@ def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:
     file = path / SINGLE
     tensors = {spec.name: TensorInfo(spec.name, spec.dtype, spec.shape, spec.nbytes, file, 0) for spec in specs}
     ordered = dict(sorted(tensors.items()))
-    stored = expected_bytes(config, {spec.name: spec.shape for spec in specs}, path)
-    if stored is None:
-        return Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone", ())
-    told = (entry_of(config, path) or {}).get("quant_method")
-    return Checkpoint(source, path, plain, ordered, (), stored, f"{CONFIG} alone", (), stored_as=str(told))
+    given = Checkpoint(source, path, config, ordered, (), shard_nbytes(specs), f"{CONFIG} alone", ())
+    entry, shapes = entry_of(config, path), {spec.name: spec.shape for spec in specs}
+    if entry is None or moetool_entry(config) is not None or (sizes := expected_bytes(config, shapes, path)) is None:
+        return given
+    forms = {name: _ImaginedMatrix(name, shapes[name], tensors[name].dtype, (name,)) for name in sizes}
+    packed = {name: replace(tensors[name], dtype=torch.uint8, shape=(n,), nbytes=n) for name, n in sizes.items()}
+    stored = {**ordered, **packed}
+    nbytes = sum(info.nbytes for info in stored.values())
+    told = str(entry.get("quant_method"))
+    return replace(
+        given, config=plain, weight_bytes=nbytes, forms=forms, stored=stored, stored_as=told, stored_entry=entry
+    )
+
+
+class _ImaginedMatrix(DecodedMatrix):
+    """A matrix whose bytes are known, and nothing else of how it is stored."""
+
+    def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
+        raise InvalidInputError(f"{self.name} cannot be read: there is nothing but {CONFIG}.")

@@ -125,8 +125,10 @@ def _stored(source: Input) -> dict[str, Json]:
     checkpoint, dtype = source.checkpoint, str(source.dtype).removeprefix("torch.")
     experts = source.experts.names if isinstance(source, Source) else ()
     what = "matrices beside the experts" if experts else "matrices that are passed on"
-    more = "" if checkpoint.is_imagined else f", {format_bytes(checkpoint.growth(experts))} more"
-    said = f"{checkpoint.stored_as}; {what} are written in {dtype}{more}"
+    if isinstance(source, Source) and source.keeps_stored:
+        told = f"{checkpoint.stored_as}; {what} stay as they are stored"
+        return {"stored_as": told, "decoded_bytes": checkpoint.shown_bytes}
+    said = f"{checkpoint.stored_as}; {what} are written in {dtype}, {format_bytes(checkpoint.growth(experts))} more"
     return {"stored_as": said, "decoded_bytes": checkpoint.shown_bytes}
 
 

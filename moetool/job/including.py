@@ -21,13 +21,19 @@ from moetool.format.beside import (
 )
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.job.job import Input, Source
-from moetool.job.options import IncludeOptions, Options
+from moetool.job.options import IncludeOptions, KeepOptions, Options
 from moetool.representations.quantized import QuantizedMatrix
 
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 InputT = TypeVar("InputT", bound=Input)
+
+
+def keeping(source: InputT, options: Options) -> InputT:
+    """A source of which a job passes on what is in another tool's format as it is stored, if options say so."""
+    keeps = isinstance(options, KeepOptions) and options.keep_stored and source.checkpoint.stored_entry is not None
+    return replace(source, keeps_stored=True) if keeps and isinstance(source, Source) else source
 
 
 def including(source: InputT, options: Options) -> InputT:
@@ -52,7 +58,9 @@ def including(source: InputT, options: Options) -> InputT:
                 f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. "
                 "Leave it out."
             )
-        chosen |= {name: _form(info.shape[1]) for name, info in wide.items() if name not in done}
+        kept = source.checkpoint.forms if source.keeps_stored else {}  # in 8 bits or fewer already
+        due = {name: info for name, info in wide.items() if name not in done and weight_of(name) not in kept}
+        chosen |= {name: _form(info.shape[1]) for name, info in due.items()}
     return replace(source, included=chosen)
 
 

@@ -53,12 +53,14 @@ class Source:
     Attributes:
         checkpoint, architecture, experts: as it is.
         included: what is to be quantized beside its experts, by module.
+        keeps_stored: whether what passes through stays in the bits of another tool's format that it is stored in.
     """
 
     checkpoint: Checkpoint
     architecture: Architecture
     experts: ExpertReader
     included: Mapping[str, QuantizedMatrix] = field(default_factory=dict)
+    keeps_stored: bool = False
 
     @classmethod
     def open(cls, path: str | Path) -> "Source":

@@ -118,6 +118,16 @@ class IncludeOptions(Options):
         return tuple(part for part in INCLUDED if part in include)
 
 
+class KeepOptions(Options):
+    """Option for what a job passes on of a source that another tool has quantized."""
+
+    keep_stored: bool = Field(
+        True,
+        description="Leave attention, embeddings and all else that the method does not touch in the bits of a "
+        "quantized INPUT (FP8, int4 …); else write it in the model's dtype.",
+    )
+
+
 class SizeOptions(Options):
     """Options that set the size of the output's weight files, as a share to save or in bytes."""
 

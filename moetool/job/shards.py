@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.format.layout import LayerLayout
+from moetool.format.marker import with_stored
 from moetool.job.including import included_specs
 from moetool.job.job import Source
 
@@ -56,35 +59,66 @@ class ShardPlan:
 
 
 class OutputPlan(ShardPlan):
-    """The shards for given layouts of the MoE layers of a model that is otherwise left as it is."""
+    """The shards for given layouts of the MoE layers of a model that is otherwise left as it is.
+
+    Attributes:
+        source, layouts: as given.
+        kept: names of the tensors that are passed on as the source stores them, in another tool's format.
+    """
 
     def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
         self.source, self.layouts = source, dict(layouts)
-        super().__init__(_units(source, self.layouts), shard_size)
+        self.kept: set[str] = set()
+        super().__init__(self._units(), shard_size)
+
+    def _units(self) -> Iterator[tuple[int, list[TensorSpec]]]:
+        """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
+        source, layouts = self.source, self.layouts
+        for layer, passed in _passed(source, layouts).items():
+            specs = [spec for name in passed for spec in self._passing(name)]
+            if layer in layouts:
+                specs += source.experts.specs(layer, layouts[layer])
+                if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
+                    specs += source.experts.shared_expert_specs(layer)
+            if specs:
+                yield layer, specs
+
+    def _passing(self, name: str) -> list[TensorSpec]:
+        """The tensors that are written for one that passes through: itself, or what stores it in few bits."""
+        source = self.source
+        if not source.keeps_stored or name not in source.checkpoint.forms:
+            info = source.checkpoint.tensors[name]
+            return included_specs(source, TensorSpec(name, info.dtype, info.shape))
+        parts = source.checkpoint.stored_parts([name])
+        specs = [TensorSpec(part, info.dtype, info.shape) for part, info in parts.items() if part not in self.kept]
+        self.kept.update(parts)
+        return specs
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that passes through, as it is written. Raises `InvalidInputError` if the file has changed."""
+        checkpoint = self.source.checkpoint
+        return checkpoint.read_stored(name) if name in self.kept else checkpoint.read(name)
+
+    def config(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """The `config.json` to write, with what the source says of the format of tensors that are kept, if any are."""
+        stored = self.source.checkpoint.stored_entry
+        return with_stored(config, stored) if self.kept and stored is not None else config
 
 
-def _units(source: Source, layouts: Mapping[int, LayerLayout]) -> Iterator[tuple[int, list[TensorSpec]]]:
-    """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
-    architecture, tensors = source.architecture, source.checkpoint.tensors
+def _passed(source: Source, layouts: Mapping[int, LayerLayout]) -> dict[int, list[str]]:
+    """By layer, −1 for none, names of the tensors that pass through."""
+    architecture = source.architecture
     count = architecture.layers
     owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
     lengths = {len(prefix) for prefix in owners}
     experts = source.experts.names
     joined = {layer: _joined(source, layer, layout) for layer, layout in layouts.items()}
     names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
-    for name in tensors:
+    for name in source.checkpoint.tensors:
         owner = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
         if owner not in layouts or (name not in experts and name not in joined[owner]):
             names[owner].append(name)
-    for layer, passed in names.items():
-        passing = (TensorSpec(name, tensors[name].dtype, tensors[name].shape) for name in passed)
-        specs = [spec for own in passing for spec in included_specs(source, own)]
-        if layer in layouts:
-            specs += source.experts.specs(layer, layouts[layer])
-            if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
-                specs += source.experts.shared_expert_specs(layer)
-        if specs:
-            yield layer, specs
+    return names
 
 
 def _joined(source: Source, layer: int, layout: LayerLayout) -> set[str]:

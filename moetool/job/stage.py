@@ -10,7 +10,7 @@ from moetool.calibration.mixing import TextCounts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
-from moetool.job.including import including
+from moetool.job.including import including, keeping
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
 from moetool.job.options import RunOptions, TextOptions, fit_context, with_ratio, with_some_text
 from moetool.job.plan import Plan
@@ -60,7 +60,8 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     next_command: ClassVar[str | None] = None
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
-        self.source, self.options = including(source, options), fit_context(options, source.checkpoint.settings)
+        self.source = including(keeping(source, options), options)
+        self.options = fit_context(options, source.checkpoint.settings)
         if isinstance(source, Source):
             self.options = with_ratio(self.options, original_bytes(source))
         if self.needs_text:

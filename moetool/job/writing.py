@@ -96,7 +96,7 @@ def write_model(
         specs = plan.unit(layer)
         made = layer_tensors(layer, plan.layouts[layer]) if layer in plan.layouts else ()
         included = included_tensors(job.source, {spec.name for spec in specs})
-        return with_the_rest(checkpoint, specs, chain(made, included))
+        return with_the_rest(plan.read, specs, chain(made, included))
 
     if entry is None and (spec := custom_module(checkpoint.config)) is not None:
         config = patch_config(checkpoint.config, {"quantization_config": format_entry({}, spec)})
@@ -108,7 +108,7 @@ def write_model(
         job,
         plan,
         tensors,
-        config=config,
+        config=plan.config(config),
         statistics=statistics,
         provenance=passed_on(checkpoint),
         calibration=calibration,
@@ -119,16 +119,16 @@ def write_model(
 
 
 def with_the_rest(
-    checkpoint: Checkpoint, specs: Iterable[TensorSpec], made: Iterable[tuple[str, Tensor]]
+    read: Callable[[str], Tensor], specs: Iterable[TensorSpec], made: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a unit by name: first those that were made, then the others as they are in `checkpoint`."""
+    """Yield the tensors of a unit by name: first those that were made, then the others as `read` gives them."""
     names: set[str] = set()
     for name, tensor in made:
         names.add(name)
         yield name, tensor
     for spec in specs:
         if spec.name not in names:
-            yield spec.name, checkpoint.read(spec.name)
+            yield spec.name, read(spec.name)
 
 
 def passed_on(checkpoint: Checkpoint) -> Provenance:

@@ -20,6 +20,7 @@ from moetool.format.beside import quantizable, quantized_beside, weight_of
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.format.gguf import MODEL
+from moetool.format.marker import moetool_entry
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.expert_errors import NO_STAGES, ExpertErrors, Stages, effects_of
@@ -65,7 +66,8 @@ def verify_checkpoint(
     problems: list[str] = []
     notes: list[str] = []
     made = None
-    is_packed = manifest is not None and (checkpoint.stored_as is not None or is_quantized_elsewhere(checkpoint.config))
+    is_foreign = moetool_entry(checkpoint.config) is None and checkpoint.stored_as is not None
+    is_packed = manifest is not None and (is_foreign or is_quantized_elsewhere(checkpoint.config))
     if is_packed:
         notes.append("its experts are packed for other engines: only digests tell whether they are what was written")
     else:

@@ -157,7 +157,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             made = layer_tensors(source, layer, chosen[layer], align=self.aligns) if layer in chosen else ()
-            return with_the_rest(source.checkpoint, plan.unit(layer), made)
+            return with_the_rest(source.checkpoint.read, plan.unit(layer), made)
 
         write_checkpoint(
             job,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,7 +74,8 @@ class Repair(Stage[RepairOptions]):
         return None
 
     def _output_plan(self) -> OutputPlan:
-        return OutputPlan(self.source, {}, self.options.shard_size)
+        kept = replace(self.source, keeps_stored=self.options.train != "all")
+        return OutputPlan(kept, {}, self.options.shard_size)
 
     @property
     def _windows(self) -> int:
@@ -209,8 +211,8 @@ class Repair(Stage[RepairOptions]):
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             for spec in plan.unit(layer):
-                own, new = source.read(spec.name), made.get(spec.name)
-                if new is None or not own.is_floating_point() or new.shape != own.shape:
+                own, new = plan.read(spec.name), made.get(spec.name)
+                if spec.name in plan.kept or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:
                     yield spec.name, new.detach().to(own.dtype)
@@ -219,7 +221,7 @@ class Repair(Stage[RepairOptions]):
             job,
             plan,
             tensors,
-            config=source.config,
+            config=plan.config(source.config),
             provenance=passed_on(source),
             calibration=texts.facts,
             seed=self.options.seed,

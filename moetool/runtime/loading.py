@@ -22,6 +22,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
+from moetool.format.marker import moetool_entry
 from moetool.quiet import quiet
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
@@ -128,7 +129,7 @@ def load_model(
     }
     try:
         with quiet(), sparing_memory():
-            if checkpoint.stored_as is None:
+            if checkpoint.stored_as is None or moetool_entry(checkpoint.config) is not None:
                 loader = model_class(checkpoint.config).from_pretrained
                 model, told = loader(checkpoint.path, trust_remote_code=False, **options)
             else:

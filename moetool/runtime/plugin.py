@@ -8,8 +8,10 @@ arrive; afterwards the model is an ordinary float model that generates, trains, 
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Interleave, Transpose, WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
@@ -20,13 +22,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moetool.architectures.base import Settings
 from moetool.architectures.probing import undoing
 from moetool.architectures.shape import fused_name
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import filled_in
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantizable
 from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
-from moetool.format.marker import BESIDE, METHOD
+from moetool.format.marker import BESIDE, METHOD, STORED, version_of
 from moetool.numerics.index_sets import are_indices
+from moetool.runtime.decoding import DecodingConversion, decoding, without_decoding
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
@@ -68,6 +72,11 @@ class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
         check_format_version(entries)
         for name, value in entries.items():
             setattr(self, name, value)
+
+    def leave_stored(self) -> None:
+        """Forget the format of tensors that have been decoded."""
+        delattr(self, STORED)
+        self.format_version = version_of(self.__dict__)
 
     def to_dict(self) -> dict[str, Any]:
         """The entry for `config.json`, of what the model holds now.
@@ -139,9 +148,14 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
     requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config
+    _checkpoint: Checkpoint | None = None  # whose tensors in another tool's format are to be decoded
 
     def preprocess_model(self, model: "PreTrainedModel", *arguments: Any, **options: Any) -> None:
         """The model without weights becomes what the config lists, and memory is spared until it has them."""
+        files = options.get("checkpoint_files")
+        if files and getattr(self.quantization_config, STORED, None):
+            with torch.device("cpu"):  # the model is built without memory
+                self._checkpoint = Checkpoint.open(Path(files[0]).parent)
         super().preprocess_model(model, *arguments, **options)
         self._sparing = ExitStack()
         self._sparing.enter_context(sparing_memory())
@@ -182,7 +196,11 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
                 if conversion.target_patterns == [entering]:
                     operations = [_InterleaveIfNeeded.of(operation) for operation in operations]
                 conversion.operations = operations
-        return conversions
+        return conversions if self._checkpoint is None else decoding(conversions, self._checkpoint)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """The dtype to read a tensor in: its own (`None`) where it is decoded."""
+        return None if isinstance(converter, DecodingConversion) else super().get_new_dtype(converter, param, dtype)
 
     def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:
         architecture = architecture_of(config)
@@ -221,6 +239,10 @@ class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
         for _name, quantized in quantized_modules(model):
             quantized.is_filled = True
         self.quantization_config._described = _Described(model)
+        if getattr(self.quantization_config, STORED, None):
+            # What is saved from now on has the matrices, and no longer what they were decoded from.
+            model._weight_conversions = without_decoding(getattr(model, "_weight_conversions", ()))
+            self.quantization_config.leave_stored()
         model.is_quantized = False
         del model.hf_quantizer, model.quantization_method
         return model

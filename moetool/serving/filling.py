@@ -15,6 +15,7 @@ from moetool.format.entry import layer_layouts
 from moetool.format.families import architecture_of
 from moetool.format.kinds import custom_module
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
+from moetool.format.marker import STORED, moetool_entry
 from moetool.numerics.index_sets import are_indices
 from moetool.runtime.modules.experts import SharedBaseExperts
 
@@ -33,6 +34,11 @@ def served_layouts(config: Settings) -> dict[int, LayerLayout]:
         raise UsageError(
             f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them, which only "
             "moetool runs. Compress without --include, or export it: moetool export MODEL OUTPUT."
+        )
+    if (moetool_entry(config) or {}).get(STORED):
+        raise UsageError(
+            "What is not compressed of this model is in its source's few bits, which only moetool decodes. Compress "
+            "with --no-keep-stored, or export it: moetool export MODEL OUTPUT."
         )
     if config.get("text_config") is not None:
         raise UsageError(

@@ -76,6 +76,7 @@ def test_a_job_makes_what_it_makes_of_the_decoded_model(
     stored, plain = pair(family)
     command, *options = job
     text = () if command == "export" else calibration
+    options += [] if command == "export" or "reap" in job else ["--no-keep-stored"]
     run(run_cli, command, stored, tmp_path / "one", *options, *text)
     if command == "export":
         assert {name: own.tolist() for name, own in tensors_of(tmp_path / "one").items()} == {
@@ -109,8 +110,8 @@ def test_other_formats(
     (stored / "quantize_config.json").write_text("{}")
     plain = plain_copy(stored, tmp_path / "plain")
     for path in (stored, plain):
-        job = ("--method", "quantize", "--bits", 4, *calibration)
-        run(run_cli, "compress", path, "--method", "d2moe", tmp_path / f"{path.name}-4", *job)
+        job = ("--method", "quantize", "--bits", 4, "--no-keep-stored", *calibration)
+        run(run_cli, "compress", path, tmp_path / f"{path.name}-4", *job)
     assert weights(tmp_path / "stored-4") == weights(tmp_path / "plain-4")
     run(run_cli, "export", stored, tmp_path / "dense", "--format", "dense-experts")
     assert {name: own.tolist() for name, own in tensors_of(tmp_path / "dense").items()} == {
@@ -146,9 +147,8 @@ def test_a_plan_says_of_what_a_ratio_is(
     run_cli: Any, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, calibration: tuple[object, ...]
 ) -> None:
     stored, plain = pair("mixtral")
-    plan = run(
-        run_cli, "compress", stored, "--method", "d2moe", tmp_path / "out", *calibration, "--ratio", 0.1, "--dry-run"
-    )
+    job = ("compress", stored, tmp_path / "out", "--method", "d2moe", *calibration, "--ratio", 0.1, "--dry-run")
+    plan = run(run_cli, *job, "--no-keep-stored")
     opened = Checkpoint.open(plain)
     beside = sum(info.nbytes for name, info in opened.tensors.items() if "self_attn" in name)
     assert plan["original_bytes"] == plan["input_bytes"] == (stored / "model.safetensors").stat().st_size
@@ -156,6 +156,8 @@ def test_a_plan_says_of_what_a_ratio_is(
     scales = 4 * beside // 2 // 64
     told = f"matrices beside the experts are written in bfloat16, {(beside // 2 - scales) / 1000:.1f} kB more"
     assert plan["stored_as"] == f"FP8 in blocks of 8 × 8; {told}"
+    told = "matrices beside the experts stay as they are stored"
+    assert run(run_cli, *job)["stored_as"] == f"FP8 in blocks of 8 × 8; {told}"
     refused = run_cli("compress", stored, "--method", "d2moe", tmp_path / "out", *calibration, "--ratio", 0.9)
     assert refused.code == 2
     assert "kB in FP8 in blocks of 8 × 8, " in refused.stderr
@@ -187,10 +189,13 @@ def test_a_plan_from_the_config_alone(
     job = ("compress", *calibration, "--method", "quantize", "--bits", 4, "--dry-run")
     told, known = (run(run_cli, job[0], path, tmp_path / "out", *job[1:]) for path in (tmp_path / "config", stored))
     assert told["headers"] == "config.json alone"
-    assert told["stored_as"] == "fp8; matrices beside the experts are written in bfloat16"
+    assert told["stored_as"] == "fp8; matrices beside the experts stay as they are stored"
     assert told["decoded_bytes"] == known["decoded_bytes"]
     held = sum(info.nbytes for info in Checkpoint.open(stored).on_disk.values())
     assert told["input_bytes"] == pytest.approx(held, rel=0.001)
+    assert told["output_bytes"] == pytest.approx(known["output_bytes"], rel=0.03)  # but for headers
+    job += ("--no-keep-stored",)
+    told, known = (run(run_cli, job[0], path, tmp_path / "out", *job[1:]) for path in (tmp_path / "config", stored))
     assert told["output_bytes"] == known["output_bytes"]
 
 

@@ -244,6 +244,12 @@ def test_what_is_more_than_routed_experts_is_refused_at_once(
         quantization.get_quant_method(vllm_stub.LinearBase(), "model.layers.0.self_attn.qkv_proj")
 
 
+def test_weights_in_another_format_are_refused() -> None:
+    entry = {"quant_method": "moetool", "format_version": 3, "layers": {}, "stored": {"quant_method": "fp8"}}
+    with pytest.raises(UsageError, match="--no-keep-stored"):
+        served_layouts({"model_type": "mixtral", "quantization_config": entry})
+
+
 def test_families_that_vllm_names_otherwise_are_refused() -> None:
     config = build("granitemoe").config.to_dict()
     with pytest.raises(UsageError, match="in one tensor"):

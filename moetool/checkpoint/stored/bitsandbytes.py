@@ -143,7 +143,8 @@ def _in_four_bits(files: QuantizedFiles, name: str, kind: str, state: Mapping[st
         told = "missing" if codes is None else f"of {codes.nbytes} bytes"
         raise files.refuse(f"{name} is {told}, expected {-(-count // 2)} bytes for a matrix {list(shape)} in 4 bits")
     parts = (name, *(f"{name}{ending}" for ending in endings))
-    return FourBits(name, shape, files.dtype, parts, codes.dtype, block, rounded, outer, offset)
+    notes = (f"{name}{_STATE}{kind}",)
+    return FourBits(name, shape, files.dtype, parts, codes.dtype, block, rounded, outer, offset, notes=notes)
 
 
 def _in_eight_bits(files: QuantizedFiles) -> StoredTensors:
@@ -162,7 +163,8 @@ def _in_eight_bits(files: QuantizedFiles) -> StoredTensors:
         if scales is None or len(info.shape) != 2 or math.prod(scales.shape) != info.shape[0]:
             told = "missing" if scales is None else list(scales.shape)
             raise files.refuse(f"{name} {list(info.shape)} is stored in int8, and the scales of its rows are {told}")
-        matrices.append(EightBits(name, info.shape, files.dtype, (name, scales.name)))
+        notes = tuple(form for form in (name.removesuffix("weight") + _FORM,) if form in files.tensors)
+        matrices.append(EightBits(name, info.shape, files.dtype, (name, scales.name), notes=notes))
     return StoredTensors(matrices, "bitsandbytes (int8)", forms)
 
 

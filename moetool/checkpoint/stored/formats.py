@@ -17,6 +17,7 @@ from moetool.checkpoint.header import TensorInfo, read_numbers
 from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
+from moetool.format.marker import OWN, STORED, moetool_entry
 
 ABOUT_MODELOPT = "hf_quant_config.json"
 # What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.
@@ -93,12 +94,16 @@ def formats() -> Mapping[str, StoredFormat]:
 
 def entry_of(config: Mapping[str, object], path: Path) -> Mapping[str, object] | None:
     """What a checkpoint says of the format that another tool has stored it in: `quantization_config` of its config, or
-    the file beside it in which ModelOpt's first exports have that; `None` for any that is not quantized.
+    the file beside it in which ModelOpt's first exports have that; of a result of moetool's, what its source said of
+    the tensors that were passed on. `None` for any that is not quantized by another tool.
 
     Raises:
         InvalidInputError: that file cannot be read.
     """
     entry = config.get("quantization_config")
+    if (own := moetool_entry(config)) is not None:
+        held = own.get(STORED)
+        return held if isinstance(held, Mapping) else None
     if entry is not None or not (path / ABOUT_MODELOPT).exists():
         return entry if is_quantized_elsewhere(config) and isinstance(entry, Mapping) else None
     try:
@@ -118,7 +123,8 @@ def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo],
     entry = entry_of(config, path)
     if entry is None or (known := formats().get(str(entry.get("quant_method")))) is None:
         return None
-    found = known.find(QuantizedFiles(path, entry, tensors, model_dtype(config, tensors)))
+    others = {name: info for name, info in tensors.items() if OWN not in name}
+    found = known.find(QuantizedFiles(path, entry, others, model_dtype(config, tensors)))
     if not found.matrices:
         raise InvalidInputError(
             f"{path} says that its weights are quantized (quant_method '{entry['quant_method']}'), and no tensor of "
@@ -128,10 +134,13 @@ def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo],
     return found
 
 
-def expected_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path) -> int | None:
-    """About how many bytes the matrices of a model take in the format that its config names; `None` as `matrices_of`.
+def expected_bytes(
+    config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> dict[str, int] | None:
+    """About how many bytes each matrix of a model takes that is in the format that the config names, by its name;
+    `None` as `matrices_of`.
 
-    Embeddings, heads and routers count in 16 bits, in which all makers leave them, and what the config excepts.
+    Embeddings, heads and routers are not among them, which all makers leave in 16 bits, nor what the config excepts.
     Raises `InvalidInputError` for an entry that cannot be used.
     """
     entry = entry_of(config, path)
@@ -140,14 +149,15 @@ def expected_bytes(config: Mapping[str, object], shapes: Mapping[str, tuple[int,
     files = QuantizedFiles(path, entry, {}, model_dtype(config, {}))
     given = [entry.get(key) for key in _EXCEPTED]
     left = [_pattern(str(own)) for names in given if isinstance(names, list) for own in names]
-    total = 0.0
+    found = {}
     for name, shape in shapes.items():
         module = name.removesuffix("weight")
         excepted = any(own.match(module.removesuffix(".")) for own in left)
-        stays = len(shape) < 2 or excepted or _LEFT.search(name) is not None
-        bits = files.dtype.itemsize * 8 if stays else known.bits(files, module)
-        total += math.prod(shape) * bits / 8
-    return round(total)
+        if len(shape) >= 2 and not excepted and _LEFT.search(name) is None:
+            bits = known.bits(files, module)
+            if bits < 8 * files.dtype.itemsize:
+                found[name] = round(math.prod(shape) * bits / 8)
+    return found
 
 
 def _pattern(name: str) -> re.Pattern[str]:

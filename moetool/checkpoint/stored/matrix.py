@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -23,12 +23,14 @@ class DecodedMatrix(ABC):
         shape: of what is shown; rows are counted over all dimensions but the last.
         dtype: of what is shown.
         parts: names of the tensors that hold it.
+        notes: names of small tensors beside these that say how they are to be decoded.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def decode(self, spans: Spans, start: int, stop: int) -> Tensor:

@@ -45,7 +45,7 @@ from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.options import RunOptions, SizeOptions, TextOptions
+from moetool.job.options import KeepOptions, RunOptions, SizeOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
@@ -54,7 +54,7 @@ from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 
 
-class FactorOptions(RunOptions, SizeOptions, TextOptions):
+class FactorOptions(RunOptions, SizeOptions, KeepOptions, TextOptions):
     """Options of methods that store deltas as low-rank factors: ranks, their budget, and the error to make least."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")

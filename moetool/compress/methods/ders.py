@@ -32,18 +32,18 @@ from moetool.compress.delta_encoding import (
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import KeepOptions, RunOptions, TextOptions
 from moetool.job.plan import Plan, experts_at_once
 from moetool.job.stage import Effect, Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
 
 
-class DersQuantizeOptions(RunOptions, ExtendedOptions, CodeOptions, TextOptions):
+class DersQuantizeOptions(RunOptions, KeepOptions, ExtendedOptions, CodeOptions, TextOptions):
     """Options of `ders-quantize`: the base, and the bits of a delta."""
 
 
-class DersSparsifyOptions(RunOptions, ExtendedOptions, SparsityOptions):
+class DersSparsifyOptions(RunOptions, KeepOptions, ExtendedOptions, SparsityOptions):
     """Options of `ders-sparsify`: the base, and the share of a delta that is dropped."""
 
 

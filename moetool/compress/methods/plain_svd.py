@@ -22,14 +22,14 @@ from moetool.compress.results import RankedResult
 from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
-from moetool.job.options import RunOptions, SizeOptions
+from moetool.job.options import KeepOptions, RunOptions, SizeOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import Stage
 from moetool.representations import Representation
 
 
-class PlainSvdOptions(RunOptions, SizeOptions):
+class PlainSvdOptions(RunOptions, SizeOptions, KeepOptions):
     """Options of `plain-svd` and `mean-svd`: a budget of bytes, or one rank."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")

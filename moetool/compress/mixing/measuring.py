@@ -20,12 +20,12 @@ from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
-from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions, SizeOptions
+from moetool.job.options import CalibrationOptions, IncludeOptions, KeepOptions, RunOptions, SizeOptions
 from moetool.numerics.rotation import Rotation
 from moetool.representations import Measured
 
 
-class MixingOptions(RunOptions, SizeOptions, IncludeOptions, CalibrationOptions):
+class MixingOptions(RunOptions, SizeOptions, KeepOptions, IncludeOptions, CalibrationOptions):
     """Options of all methods that choose among forms within a budget: how forms are made and measured."""
 
     group_size: int = Field(

@@ -16,7 +16,7 @@ from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import decomposing_phases
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.options import KeepOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
@@ -25,7 +25,7 @@ from moetool.job.writing import entry_for, write_model
 from moetool.representations.dense import Dense
 
 
-class DecomposeOptions(RunOptions, ExtendedOptions):
+class DecomposeOptions(RunOptions, KeepOptions, ExtendedOptions):
     """Options of decomposing: the base to which experts become deltas."""
 
     group_size: int = Field(

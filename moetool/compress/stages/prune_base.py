@@ -24,7 +24,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import KeepOptions, RunOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.records import read_statistics
 from moetool.job.result import CalibrationFacts, Json
@@ -34,7 +34,7 @@ from moetool.job.writing import entry_for, write_model
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 
-class PruneBaseOptions(RunOptions, TextOptions):
+class PruneBaseOptions(RunOptions, KeepOptions, TextOptions):
     """Options of `moetool prune-base`: how many channels of the base are pruned, and whether per batch."""
 
     ratio: Ratio = Field(0.1, description="Share of the base's intermediate channels to prune.")

@@ -17,13 +17,13 @@ from moetool.compress.delta_encoding import (
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import KeepOptions, RunOptions, TextOptions
 from moetool.job.plan import Plan, experts_at_once
 from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
 
 
-class QuantizeDeltaOptions(RunOptions, CodeOptions, TextOptions):
+class QuantizeDeltaOptions(RunOptions, KeepOptions, CodeOptions, TextOptions):
     """Bits per number; with calibration text, codes make up for each other's errors on it."""
 
 

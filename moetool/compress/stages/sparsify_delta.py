@@ -8,13 +8,13 @@ from moetool.compress.delta_encoding import SparsityOptions, encoded_layouts, en
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.options import KeepOptions, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.records import read_statistics
 from moetool.job.stage import Effect, Stage
 
 
-class SparsifyDeltaOptions(RunOptions, SparsityOptions):
+class SparsifyDeltaOptions(RunOptions, KeepOptions, SparsityOptions):
     """Options of sparse deltas: how much of each delta is dropped, and which elements."""
 
 
