@@ -11,13 +11,15 @@ ARGS ?= --quick
 demo: .venv/ready
 	$(BIN)/moetool demo
 
+# Modules are compiled once, even where the environment forbids it: tests start processes, which would all do it again.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(TEST)
 
 # Every parameter of every test, and longer fuzzing; `make test` takes a sample of both.
 test-all: .venv/ready
-	OMP_NUM_THREADS=1 MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=6 \
-	$(BIN)/python -m pytest -q -m '' -n auto --maxprocesses 4 --dist worksteal
+	MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=6 $(TEST) -m ''
 
 check: .venv/ready
 	$(BIN)/ruff check .

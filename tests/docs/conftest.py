@@ -21,8 +21,8 @@ from moetool.quiet import quiet
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 def documented_moe(
     make_mixtral: Callable[..., Any], save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A Mixtral in bf16, wide enough for every ratio that the pages show. Read-only."""
+    """A Mixtral in bf16, wide enough for every ratio that the pages show, of one layer. Read-only."""
     model = make_mixtral(dtype=torch.bfloat16, **SIZES, num_local_experts=8)
     return save_model(model, tmp_path_factory.mktemp("documented") / "mixtral")
 

@@ -211,7 +211,7 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append("--calibration TEXT.txt")
     if "hybrid" in arguments or name == "quantize-delta":
         more.append(SMALLER["groups"])
-    if "--refine" in arguments:
+    if "--refine" in arguments or "best" in arguments:
         more.append(SMALLER["refine"])
     if "--target-bpw" in arguments:
         more.append(SMALLER["types"])
