@@ -209,7 +209,9 @@ def check_headers(
     spec = custom_module(config)
     layers = spec.of if isinstance(spec, MoESpec) else whole_number(settings, "num_hidden_layers") or 0
     is_moe = config.get("model_type") in KNOWN
-    last = f"model.layers.{layers - 1}." if is_moe else derive_dense(config).layer_prefix(layers - 1)
+    # Of all families with experts that are known, layers are called so, in whatever model they lie.
+    before = next((name.partition("layers.")[0] for name in shapes if "layers." in name), "model.")
+    last = f"{before}layers.{layers - 1}." if is_moe else derive_dense(config).layer_prefix(layers - 1)
     end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
     if not any(end in name for name in shapes):
         raise InvalidInputError(

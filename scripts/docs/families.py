@@ -1,4 +1,5 @@
-"""Writes docs/families.md: every MoE family that the installed transformers has, and what moetool does with it.
+"""Writes docs/families.md: every MoE family that the installed transformers has, every dense one, and what moetool does
+with it.
 
 python scripts/docs/families.py
 """
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from moetool.architectures import find_architecture
 from moetool.architectures.base import experts_told
+from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.listing import families_with_experts
 from moetool.errors import InvalidInputError
 from moetool.quiet import quiet
@@ -21,10 +23,12 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT / "tests"))
 import around_families  # noqa: E402
+import dense_families  # noqa: E402
+import derived_dense  # noqa: E402
 import derived_families  # noqa: E402
 import families  # noqa: E402
 
-HEADER = """# MoE families
+HEADER = """# Model families
 
 Every family in transformers {version} that has a class of experts, {count} of them, and what moetool does with it.
 `make docs` writes this page; a test compares it with what is installed. What moetool needs to know of a model is
@@ -57,6 +61,53 @@ Gemma 4 with shared keys and values), calibration is refused.
 | family | `model_type` | what was run, or why it is refused |
 |---|---|---|
 """
+
+DENSE_HEADER = """
+# Dense families
+
+Of the {count} other model types in transformers {version} that have a causal language model, or that `moefy` takes,
+{taken} go through `upcycle` and `moefy`, and {alone} through `moefy` alone, each by a tiny random model: upcycled to
+the same logits and made dense again to the same bytes, moefied and verified. *Derived* means that the networks are
+found and nothing was run.
+
+| `model_type` | what was run, or why it is refused |
+|---|---|
+"""
+# Model types whose networks are found, and which a job refuses all the same.
+REFUSED_LATER = {"cpmant": "its layers see more than the tokens of a text: a prompt of its own comes before each"}
+
+
+def dense_types() -> tuple[set[str], set[str]]:
+    """Model types that are run through upcycle and moefy, and those that are run through moefy alone."""
+    run = {own for own, _ in dense_families.DENSE_FAMILIES.values()} | set(derived_dense.DERIVED_DENSE)
+    return run, {own for own, _ in dense_families.MOEFY_FAMILIES.values()} | set(derived_dense.ENCODERS)
+
+
+def dense_rows() -> Iterator[tuple[str, str]]:
+    """Model type, and what was run or why it is refused."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    run, alone = dense_types()
+    others = {name for names in families_with_experts().values() for name in names} - run
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *run, *alone} - others):
+        if name in run | alone:
+            yield name, "upcycle, moefy" if name in run else "moefy"
+        else:
+            yield name, dense_reason(name)
+
+
+def dense_reason(model_type: str) -> str:
+    """Why a dense family is refused, or that it is derived."""
+    if (why := REFUSED_LATER.get(model_type)) is not None:
+        return f"refused: {why}."
+    try:
+        with quiet():
+            find_dense_architecture(AutoConfig.for_model(model_type).to_dict())
+    except InvalidInputError as error:
+        return f"refused: {error}"
+    except Exception as error:  # defaults that make no model
+        return f"not tried: transformers' own defaults make no model ({' '.join(str(error).split())[:80]} …)."
+    return "derived"
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
@@ -93,7 +144,14 @@ def text() -> str:
     taken = {family for family, _, run, _ in found if run}
     head = HEADER.format(version=transformers.__version__, count=len(families_with_experts()), taken=len(taken))
     lines = [f"| {family} | `{name}` | {run or f'refused: {why}'} |" for family, name, run, why in found]
-    return head + "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n" + dense_text()
+
+
+def dense_text() -> str:
+    """The second half of the page, of dense families."""
+    found, (run, alone) = list(dense_rows()), dense_types()
+    head = DENSE_HEADER.format(version=transformers.__version__, count=len(found), taken=len(run), alone=len(alone))
+    return head + "\n".join(f"| `{name}` | {told} |" for name, told in found) + "\n"
 
 
 if __name__ == "__main__":

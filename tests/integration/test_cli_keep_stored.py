@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.job.job import Source
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": True}
 SAVED: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
@@ -190,6 +191,37 @@ def test_a_killed_job_resumes_to_the_same_bytes(fp8: tuple[Path, Path, Path], cr
         .read("model.layers.0.self_attn.o_proj.weight")
         .equal(Checkpoint.open(kept).read("model.layers.0.self_attn.o_proj.weight"))
     )
+
+
+def test_experts_stay_as_they_are_stored_where_that_is_cheaper(
+    run_cli: Any, stored: Stored, tmp_path: Path, calibration: tuple[object, ...]
+) -> None:
+    """In 4 bits again, all experts would lose something to save a few bytes."""
+    source, plan = stored("int4"), tmp_path / "plan.yaml"
+    job = ("--group-size", 8, *calibration)
+    made = run(run_cli, "compress", source, tmp_path / "kept", *job, "--ratio", 0.01, "--save-plan", plan)
+    run(run_cli, "compress", source, tmp_path / "followed", *job, "--plan", plan)
+    assert weights(tmp_path / "kept") == weights(tmp_path / "followed")
+    entry, layers = config_of(tmp_path / "kept")["quantization_config"], Source.open(source).experts.moe_layers
+    kept = [layer for layer in layers if str(layer) not in entry["layers"]]
+    assert 0 < len(kept) < len(layers)
+    assert made["achieved_ratio"] == pytest.approx(0.01, abs=2e-4)
+    assert f"Experts of {len(kept)} layers stay as they are stored: that loses nothing, for its bytes." in made["notes"]
+    before, after = tensors_of(source), tensors_of(tmp_path / "kept")
+    experts = {name for layer in kept for name in before if f".layers.{layer}.mlp.experts." in name}
+    assert any(name.endswith("weight_packed") for name in experts)
+    same_bits(after, before, experts)
+    load_whole(tmp_path / "kept")
+    assert run(run_cli, "verify", tmp_path / "kept", "--against", source)["relative_error"]
+    run(run_cli, "export", tmp_path / "kept", tmp_path / "dense", "--format", "dense-experts")
+    dense, shown = Checkpoint.open(tmp_path / "dense"), Checkpoint.open(source)
+    for name in experts:
+        if name.endswith("weight_packed"):
+            matrix = name.removesuffix("_packed")
+            assert dense.read(matrix).equal(shown.read(matrix))
+    refused = run_cli("compress", source, tmp_path / "wide", *job, "--plan", plan, "--no-keep-stored")
+    assert refused.code == 3
+    assert "Give it forms" in refused.stderr
 
 
 def test_a_ratio_is_of_the_stored_bytes(

@@ -23,7 +23,7 @@ ABOUT_MODELOPT = "hf_quant_config.json"
 # What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.
 ABOUT_WEIGHTS = frozenset({ABOUT_MODELOPT, "quantize_config.json", "quant_config.json"})
 _EXCEPTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-_LEFT = re.compile(r"(embed|lm_head|\bgate\.weight|router|norm)")
+_LEFT = re.compile(r"(embed|lm_head|\bgate\.weight|router|norm|bias$)")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ def fit(method: Allocation, groups: Sequence[Group], target: int, planned: Calla
     return best[1]
 
 
-def cheapest(places: Sequence[Sequence[Group]], budget: int) -> list[int]:
+def cheapest(
+    places: Sequence[Sequence[Group]], budget: int, unchanged: Sequence[tuple[Sequence[int], int]] = ()
+) -> list[int | None]:
     """Choose one of several groups for every place, so that least is lost within `budget` bytes.
 
     As in water-filling all are decided by one price per byte, the lowest at which everything fits: a place takes the
@@ -80,17 +82,26 @@ def cheapest(places: Sequence[Sequence[Group]], budget: int) -> list[int]:
     Args:
         places: for every place the groups that it can be: its matrices on one base, on another, on none.
         budget: bytes.
+        unchanged: places, by their numbers, that can be left as they are, all of them together, and the bytes that
+            they then take; they lose nothing.
 
     Returns:
-        The number of the group of every place.
+        The number of the group of every place; `None` for one that is left as it is.
     """
 
-    def taken(price: float) -> list[int]:
+    def taken(price: float) -> list[int | None]:
         costs = [[loss + price * nbytes for nbytes, loss in (group.spent(price) for group in own)] for own in places]
-        return [own.index(min(own)) for own in costs]
+        found: list[int | None] = [own.index(min(own)) for own in costs]
+        for members, nbytes in unchanged:
+            if price * nbytes <= math.fsum(min(costs[place]) for place in members):
+                for place in members:
+                    found[place] = None
+        return found
 
     def size(price: float) -> int:
-        return sum(own[index].spent(price)[0] for own, index in zip(places, taken(price), strict=True))
+        found = taken(price)
+        changed = (own[index].spent(price)[0] for own, index in zip(places, found, strict=True) if index is not None)
+        return sum(changed) + sum(nbytes for members, nbytes in unchanged if found[members[0]] is None)
 
     low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
     for _ in range(60):

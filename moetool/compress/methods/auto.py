@@ -130,7 +130,8 @@ class Auto(MixingStage[AutoOptions]):
         if self.options.plan is None:
             return None
         reader = self.source.experts
-        return read_plan(local_path(self.options.plan), reader.shape, tuple(reader.moe_layers))
+        storable = self.choosing(()).storable
+        return read_plan(local_path(self.options.plan), reader.shape, tuple(reader.moe_layers), storable)
 
     @cached_property
     def target(self) -> int:
@@ -194,7 +195,7 @@ class Auto(MixingStage[AutoOptions]):
         mix = self.mix(layers, target)
         if self.options.save_plan is not None and job.ranks.is_first:
             with atomically(local_path(self.options.save_plan)) as temporary:
-                temporary.write_text(plan_text(mix.layouts), encoding="utf-8")
+                temporary.write_text(plan_text(mix.layouts, self.source.experts.moe_layers), encoding="utf-8")
         told = self.write(job, layers, mix, target)
         kept = [f"Kept of {len(trials)} sizes: {in_words(trials[-1])}"] if trials else []
         return replace(told, notes=[*told.notes, *kept], trials=trials)

@@ -26,7 +26,7 @@ class Mix:
     """A choice of forms for all matrices of a model.
 
     Attributes:
-        layouts: layout of each layer.
+        layouts: layout of each layer, but for those whose experts stay as another tool has stored them.
         schemes: name of the scheme, by layer and role; empty where nothing was chosen.
         losses: estimated loss of the forms of all experts together, by layer and role, to four digits.
     """
@@ -87,10 +87,15 @@ class Choosing:
         groups = {place: [self._group(place, own, target, losses) for own in self.schemes] for place in self._places}
         least = self.schemes[0]
         beside = self._smallest_in(least) - sum(own[0].least for own in groups.values())
-        taken = cheapest(list(groups.values()), target - beside)
-        assigned = {place: self.schemes[index] for place, index in zip(self._places, taken, strict=True)}
-        chosen = [groups[place][index] for place, index in zip(self._places, taken, strict=True)]
-        items = {key: item for group in chosen for key, item in group.items.items()}
+        start = min(target, self.shard_size)
+        stored = [
+            ([i for i, (own, _) in enumerate(self._places) if own == layer], self._stored_bytes(layer, start))
+            for layer in self.storable
+        ]
+        taken = cheapest(list(groups.values()), target - beside, stored)
+        indices = {place: own for place, own in zip(self._places, taken, strict=True) if own is not None}
+        assigned = {place: self.schemes[index] for place, index in indices.items()}
+        items = {key: item for place, index in indices.items() for key, item in groups[place][index].items.items()}
 
         def numbers(forms: Mapping[Key, Representation]) -> dict[Key, int]:
             return {key: list(assigned[self._place(key)].forms[key[1]]).index(form) for key, form in forms.items()}
@@ -101,12 +106,27 @@ class Choosing:
         lost = summed(
             (key, losses(key[0], assigned[self._place(key)], key[1], key[2])[found[first]])
             for first, keys in self._units.items()
+            if first in found
             for key in keys
         )
-        schemes: dict[int, dict[Role, str]] = {layer: {} for layer in self.source.experts.moe_layers}
+        schemes: dict[int, dict[Role, str]] = {}
         for (layer, roles), scheme in assigned.items():
-            schemes[layer].update(dict.fromkeys(roles, scheme.name))
+            schemes.setdefault(layer, {}).update(dict.fromkeys(roles, scheme.name))
         return Mix(self._layouts(assigned, found), schemes, lost)
+
+    @cached_property
+    def storable(self) -> list[int]:
+        """Layers whose experts may stay as another tool has stored them, in few bits."""
+        reader, forms = self.source.experts, self.source.checkpoint.forms
+        if not self.source.keeps_stored:
+            return []
+        return [layer for layer in reader.moe_layers if all(spec.name in forms for spec in reader.specs(layer))]
+
+    def _stored_bytes(self, layer: int, start: int) -> int:
+        """Bytes of a layer's experts as they are stored, with their entries in the header of a file."""
+        parts = self.source.checkpoint.stored_parts(spec.name for spec in self.source.experts.specs(layer))
+        specs = [TensorSpec(name, info.dtype, info.shape) for name, info in parts.items()]
+        return sum(spec.nbytes + entry_nbytes(spec, start) for spec in specs)
 
     @cached_property
     def _places(self) -> list[Place]:
@@ -139,12 +159,13 @@ class Choosing:
         return found
 
     def _layouts(self, assigned: Mapping[Place, StorageScheme], chosen: Mapping[Key, int]) -> dict[int, LayerLayout]:
-        """Layouts with a scheme for each place, and the number of each unit's form in it."""
+        """Layouts with a scheme for each place, and the number of each unit's form in it; of all layers that have
+        some."""
         reader, forms, layouts = self.source.experts, dict[Key, Representation](), dict[int, LayerLayout]()
-        for first, keys in self._units.items():
-            for key in keys:
-                forms[key] = assigned[self._place(key)].forms[key[1]][chosen[first]]
-        for layer in reader.moe_layers:
+        for first, number in chosen.items():
+            for key in self._units[first]:
+                forms[key] = assigned[self._place(key)].forms[key[1]][number]
+        for layer in dict.fromkeys(layer for layer, _ in assigned):
             own = {role: assigned[self._place((layer, role, 0))] for role in reader.shape.roles}
             layouts[layer] = LayerLayout(
                 reader.shape,

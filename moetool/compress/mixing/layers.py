@@ -78,7 +78,8 @@ class MixedLayers:
         return {
             layer: own
             for layer in self._reader.moe_layers
-            if (own := LayerBase.load(base_path(self.job.work, layer)).statistics) is not None
+            if base_path(self.job.work, layer).exists()  # else its experts stay as they are
+            and (own := LayerBase.load(base_path(self.job.work, layer)).statistics) is not None
         }
 
     def losses(self) -> FormLosses:
@@ -127,8 +128,8 @@ class MixedLayers:
         if metrics and job.ranks.is_first:
             metrics[0].save(metric_path(job.work, index))
         if self._given is not None:
-            layout = self._given[index]
-            agreed(job.ranks, base_path(job.work, index), merged.encoded(layout.base, layout.rotation))
+            if (layout := self._given.get(index)) is not None:
+                agreed(job.ranks, base_path(job.work, index), merged.encoded(layout.base, layout.rotation))
             return
         weights, deltas = calibrated.weights(index, layer), dict[str, Deltas]()
         for scheme in self._schemes:

@@ -1,6 +1,6 @@
 """Plan file: the forms that were chosen, which a user can read, edit and give back."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
 
@@ -16,16 +16,22 @@ _HEAD = """\
 # What each expert is stored as. Edit it and give it to `moetool compress --method auto --plan FILE`.
 # base: what a role's deltas are to, the same for gate and up, or `none`; rotation: a seed, where inputs are rotated;
 # forms: for each the experts that have it. `moetool list representations` names them all.
+# A layer that is `stored` stays in the few bits of a quantized input.
 """
 _VERSION = 1
+_STORED = "stored"
 
 
-def plan_text(layouts: Mapping[int, LayerLayout]) -> str:
-    """Write layouts by layer as the text of a plan file, which `--plan` reads back and users may edit."""
-    layers = {
-        layer: {str(role): _entry(layout, role) for role in layout.shape.roles} for layer, layout in layouts.items()
+def plan_text(layouts: Mapping[int, LayerLayout], layers: Sequence[int]) -> str:
+    """Write layouts by layer as the text of a plan file, which `--plan` reads back and users may edit. Experts of those
+    of the `layers` that have none stay as another tool has stored them."""
+    entries = {
+        layer: {str(role): _entry(layouts[layer], role) for role in layouts[layer].shape.roles}
+        if layer in layouts
+        else _STORED
+        for layer in layers
     }
-    content = {"format": _VERSION, "layers": layers}
+    content = {"format": _VERSION, "layers": entries}
     return _HEAD + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -37,8 +43,11 @@ def _entry(layout: LayerLayout, role: Role) -> dict[str, object]:
     return {"base": layout.base[role].spec if layout.has_base(role) else "none", **rotation, "forms": forms}
 
 
-def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int, LayerLayout]:
-    """Inverse of `plan_text`, for a model with experts in these `layers`.
+def read_plan(
+    file: Path, shape: MoEShape, layers: tuple[int, ...], storable: Collection[int] = ()
+) -> dict[int, LayerLayout]:
+    """Inverse of `plan_text`, for a model with experts in these `layers`, of which those that are `storable` may stay
+    as another tool has stored them.
 
     Raises:
         InvalidInputError: the file cannot be read, is not of that model, or says something that cannot be.
@@ -54,7 +63,12 @@ def read_plan(file: Path, shape: MoEShape, layers: tuple[int, ...]) -> dict[int,
     if set(found) != set(layers):
         said, there = (", ".join(map(str, own)) for own in (found, layers))
         raise InvalidInputError(f"{file} is for layers {said}; the model has experts in {there}.")
-    return {layer: _layout(f"{file}, layer {layer}", found[layer], shape) for layer in layers}
+    stored = [layer for layer in layers if found[layer] == _STORED]
+    if wrong := [layer for layer in stored if layer not in storable]:
+        raise InvalidInputError(
+            f"{file}, layer {wrong[0]}: its experts are not in few bits that could stay as they are. Give it forms."
+        )
+    return {layer: _layout(f"{file}, layer {layer}", found[layer], shape) for layer in layers if layer not in stored}
 
 
 def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:

@@ -268,6 +268,8 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
+        if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
+            notes.append(f"Experts of {stored} layers stay as they are stored: that loses nothing, for its bytes.")
         return MixedResult(
             calibration=layers.facts, ratio=ratio, layers=layers.results(mix, with_schemes=several), notes=notes
         )

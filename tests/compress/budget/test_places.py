@@ -45,7 +45,7 @@ def test_what_is_taken_can_be_had_and_loses_least_at_a_price(seed: int) -> None:
     least = sum(min(group.least for group in own) for own in places)
     for budget in range(least, least + 100, 20):
         taken = cheapest(places, budget)
-        groups = [own[index] for own, index in zip(places, taken, strict=True)]
+        groups = [own[index] for own, index in zip(places, taken, strict=True) if index is not None]
         assert sum(group.least for group in groups) <= budget
         # Choices by one price are best for the bytes that they take; what is left over buys nothing here.
         alone = [[group] for group in groups]
@@ -58,3 +58,13 @@ def test_a_base_that_earns_its_bytes_and_one_that_does_not() -> None:
     on_bad = [(0, 9.0), (10, 7.9), (20, 3.9)]
     assert cheapest([[group(0, own, 0), group(0, on_good, 8)]], 30) == [1]
     assert cheapest([[group(0, own, 0), group(0, on_bad, 8)]], 30) == [0]
+
+
+def test_places_that_are_left_as_they_are_together() -> None:
+    """They lose nothing, and are left so where their bytes buy more than other forms would."""
+    forms = [(10, 8.0), (20, 4.0), (40, 1.0)]
+    places = [[group(place, forms, 0)] for place in range(3)]
+    together = [([0, 1], 42)]  # little more than the second form of both
+    assert cheapest(places, 60, together) == [None, None, 0]
+    assert cheapest(places, 40, together) == [0, 0, 0]
+    assert cheapest(places, 60, [([0, 1], 90)]) == [0, 0, 0]

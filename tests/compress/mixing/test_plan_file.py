@@ -32,7 +32,7 @@ TURNED = LayerLayout(
 
 def test_there_and_back(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(plan_text({0: BASED, 2: TURNED}))
+    file.write_text(plan_text({0: BASED, 2: TURNED}, (0, 2)))
     found = read_plan(file, SHAPE, (0, 2))
     for layer, layout in ((0, BASED), (2, TURNED)):
         assert found[layer].weights == layout.weights
@@ -72,7 +72,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 )
 def test_what_cannot_be(tmp_path: Path, change: dict[str, object], says: str) -> None:
     file = tmp_path / "plan.yaml"
-    content = yaml.safe_load(plan_text({0: BASED}))
+    content = yaml.safe_load(plan_text({0: BASED}, (0,)))
     content["layers"][0]["up"] |= change
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(InvalidInputError, match=says):
