@@ -37,7 +37,7 @@ from moetool.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)\.(?P<inside>.+)")
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families' experts compute
@@ -81,14 +81,14 @@ def own_entries(config: Mapping[str, object]) -> dict[str, object]:
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return dict(config)
-    kind: Any = CONFIG_MAPPING[model_type]
+    kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
     own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
     parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
     repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own
     return {key: value for key, value in config.items() if key not in repeated and not _is_computed(kind, key)}
 
 
-def _is_computed(kind: Any, key: str) -> bool:
+def _is_computed(kind: "type[PreTrainedConfig]", key: str) -> bool:
     """Whether a config computes what it has under a name, which cannot be set, or is another name of that."""
     found = getattr(kind, kind.attribute_map.get(key, key), None)
     return isinstance(found, property) and found.fset is None
@@ -114,11 +114,11 @@ class _Derivation:
 
     def __init__(self, config: Mapping[str, object], model: "PreTrainedModel") -> None:
         self.config, self.model = config, model
-        self.text_config: Any = model.config.get_text_config()
+        self.text_config: PreTrainedConfig = model.config.get_text_config()
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.language = language_model_in(model)[0]
         self.layers, self.inside, self.moe_layers = self._find_experts()
-        self.block, _, self._experts_name = self.inside.rpartition(".")
+        self.block = self.inside.rpartition(".")[0]
         self.tensors = self._tensors_of_layers()
 
     def _find_experts(self) -> tuple[str, str, tuple[int, ...]]:
@@ -175,7 +175,7 @@ class _Derivation:
     @property
     def count(self) -> int:
         """Number of decoder layers of the model on the meta device."""
-        return len(self.modules[self.layers])  # type: ignore[arg-type]
+        return len([*self.modules[self.layers].children()])
 
     def architecture(self) -> Architecture:
         shape = self._shape()
@@ -328,7 +328,7 @@ class _Derivation:
     def _shared_expert(self, names: DiskNames) -> tuple[str, Mapping[Role, str]]:
         """Path of the shared expert, relative to the layer, and its matrices, if they are gate, up and down alone and
         lie on disk under the names that they have in memory; otherwise an empty path."""
-        layer: Any = self._layer(self.moe_layers[0])
+        layer = self._layer(self.moe_layers[0])
         own_gate = getattr(type(layer.get_submodule(self.inside)), "_apply_gate", None)
         if own_gate is not None and own_gate.__module__ != _PLAIN:
             return "", GATED  # the shared one may compute something else
@@ -358,7 +358,7 @@ class _Derivation:
         """Names on disk of the embedding of tokens and of the head."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         weights = {f"{name}.weight": end.weight for end in ends for name, own in self.modules.items() if own is end}
         on_disk = (revert_weight_conversion(self.model, {name: weight}) for name, weight in weights.items())
         return tuple(name.removesuffix(".weight") for found in on_disk for name in found if name.endswith(".weight"))

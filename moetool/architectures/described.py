@@ -10,7 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moetool.architectures.base import EXPERT_KEYS, experts_told
 from moetool.errors import InvalidInputError, did_you_mean
@@ -18,10 +18,10 @@ from moetool.quiet import refused
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 
-def empty_model_of(config: Mapping[str, Any]) -> "PreTrainedModel":
+def empty_model_of(config: Mapping[str, object]) -> "PreTrainedModel":
     """The language model of a `config.json`, with the towers around it if there are some, on the meta device.
 
     Raises:
@@ -177,7 +177,7 @@ def towers_in(model: "PreTrainedModel") -> "list[tuple[str, nn.Module]]":
     ]
 
 
-def language_model_class(model_type: object) -> Any:
+def language_model_class(model_type: object) -> "type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]":
     """The class by which transformers builds and loads all of a language model: `AutoModelForImageTextToText`, if it
     has a class of this type there, or else `AutoModelForCausalLM`, which drops what lies around the text model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -216,6 +216,6 @@ def transformers_config(config: Mapping[str, object]) -> "PreTrainedConfig":
     raises where it does not know the `model_type`, or refuses an entry."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    raw: dict[str, Any] = PreTrainedConfig._decode_special_floats(copy.deepcopy(dict(config)))
+    raw: dict[str, object] = PreTrainedConfig._decode_special_floats(copy.deepcopy(dict(config)))
     raw.pop("quantization_config", None)
     return AutoConfig.for_model(**raw)

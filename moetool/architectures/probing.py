@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moetool.architectures.fused_layout import PLAIN, FusedLayout
 from moetool.architectures.shape import ROLES, Role, fused_name
@@ -17,6 +17,7 @@ from moetool.errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 _OWN = "moetool_probe"  # stands for moetool's own tensors
 _EXPERTS, _ROWS = 2, 2  # in the probes of experts, whose matrices have one column
@@ -112,7 +113,7 @@ def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str, gro
             )
 
 
-def undoing(renamings: Sequence[Any], on_disk: str) -> list[Any]:
+def undoing(renamings: "Sequence[WeightTransform]", on_disk: str) -> "list[WeightTransform]":
     """What transformers is to rename after its own `renamings`, so that these leave moetool's own names as they are,
     of which parts are called like parts of a family's (`gate` of Mistral Large 4). They begin with `on_disk`."""
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -208,9 +209,7 @@ class _Found:
         parts = [self.split(name)[1].split(".") for name in (first, second)]
         if len(parts[0]) != len(parts[1]):
             raise InvalidInputError(f"names of its experts on disk differ in more than a number ({first}, {second})")
-        pairs: list[Any] = [
-            "{expert}" if pair == ("0", "1") else pair[0] for pair in zip(parts[0], parts[1], strict=True)
-        ]
+        pairs = ["{expert}" if pair == ("0", "1") else pair[0] for pair in zip(parts[0], parts[1], strict=True)]
         template = ".".join(pairs)
         if [template.format(expert=expert).split(".") for expert in range(2)] != parts:
             raise InvalidInputError(f"names of its experts on disk differ in more than a number ({first}, {second})")

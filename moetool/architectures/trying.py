@@ -52,7 +52,7 @@ def _are_ordinary(experts: Any) -> bool:
     try:
         joined = torch.einsum("th,eoh->eto", inputs, first)
         gate, up = joined.chunk(2, -1)
-        inner = made._apply_gate(joined) if hasattr(made, "_apply_gate") else made.act_fn(gate) * up
+        inner = made._apply_gate(joined) if hasattr(made, "_apply_gate") else made.get_submodule("act_fn")(gate) * up
         every = torch.einsum("etw,ehw->eth", inner, second)  # of every expert
         if takes_weighed_inputs(experts):
             return torch.allclose(made.forward(inputs.repeat(count, 1)).view_as(every), every)

@@ -192,7 +192,7 @@ def _check_file(file: Path, column: str | None) -> None:
     """Raise `InvalidInputError` for a file without the column, of which the first record is read, or for parquet the
     schema; a `.jsonl` file that is one large array is left to the job."""
     if file.suffix == ".parquet" and file.stat().st_size:
-        import pyarrow.parquet  # type: ignore[import-untyped]
+        import pyarrow.parquet
 
         try:
             names = pyarrow.parquet.read_schema(file).names

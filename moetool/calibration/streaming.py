@@ -9,7 +9,7 @@ Layers of a moetool checkpoint are filled with the dense experts they stand for.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from moetool.runtime.memory import return_heap
 from moetool.runtime.modules.fused import fused_tensors
 from moetool.runtime.modules.insertion import insert_modules
 from moetool.runtime.modules.simoe_mixing import weigh_equally
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class StreamedModel:
@@ -73,7 +76,7 @@ class StreamedModel:
         self.config = model_config(checkpoint.config, checkpoint.path)
         self.config._name_or_path = ""
         with described_in(checkpoint.path), torch.device("meta"):
-            self.model: Any = model_class(checkpoint.config).from_config(self.config, dtype=dtype)
+            self.model: PreTrainedModel = model_class(checkpoint.config).from_config(self.config, dtype=dtype)
             insert_modules(self.model, checkpoint.config)
             weigh_equally(self.model)
             self.model.eval().requires_grad_(False)
@@ -216,7 +219,7 @@ class StreamedModel:
         """Read a shared expert that is stored on the base into transformers' own module."""
         for path, roles in by_name(reader.architecture.shared_expert).items():
             matrices = [reader.dense(index, reader.shape.experts, role) for role in roles]
-            linear: Any = shared.get_submodule(path.removesuffix(".weight"))
+            linear = shared.get_submodule(path.removesuffix(".weight"))
             linear.weight = nn.Parameter(torch.cat(matrices).to(self.device, self.dtype), requires_grad=False)
 
     @contextmanager

@@ -76,11 +76,11 @@ class ExpertReader:
         return replace(architecture, on_disk=replace(architecture.on_disk, is_transposed=turned))
 
     def has(self, layer: int) -> bool:
-        """Whether a layer is an MoE layer."""
+        """Whether a decoder layer has experts."""
         return layer in self.moe_layers
 
     def layout(self, layer: int) -> LayerLayout:
-        """How an MoE layer's experts are stored."""
+        """The layout in which an MoE layer's experts are stored."""
         return self.layouts.get(layer) or native_layout(self.shape)
 
     def _shapes(
@@ -170,7 +170,7 @@ class ExpertReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage dtype of the experts."""
+        """The dtype of the experts' tensors, taken from the down matrix of the first MoE layer."""
         return self.checkpoint.tensors[self.architecture.weight_name(self.moe_layers[0], 0, "down")].dtype
 
     def _read_native(self, layer: int, expert: int, role: Role, shape: tuple[int, int]) -> Tensor:

@@ -106,7 +106,7 @@ def free_bytes(path: Path) -> int:
 
 
 def json_bytes(content: Mapping[str, object]) -> bytes:
-    """Bytes of the JSON that `write_json` writes."""
+    """Serialize JSON to the very bytes that `write_json` writes."""
     # The default of `json`, pure ASCII, and not UTF-8: it can write every string that it can read.
     return (json.dumps(content, indent=2) + "\n").encode("ascii")
 
@@ -182,7 +182,7 @@ class FastDigest:
         self._hash, self._nbytes = xxhash.xxh3_128(), 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
+        """Add bytes to what the digest is of."""
         self._hash.update(data)
         self._nbytes += len(data)
 
@@ -191,7 +191,7 @@ class FastDigest:
 
 
 def fast_digest(path: Path) -> str:
-    """`FastDigest` of a file's content, read in blocks."""
+    """Compute the `FastDigest` of a file, which is read in blocks of 4 MiB."""
     digest = FastDigest()
     with path.open("rb", buffering=0) as handle:
         block = bytearray(min(4 << 20, os.fstat(handle.fileno()).st_size + 1))

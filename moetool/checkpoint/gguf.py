@@ -201,7 +201,7 @@ class GgufModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in the checkpoint."""
+        """Bytes that all weights take once they are decoded to the checkpoint's dtype."""
         return sum(tensor.n_elements for tensor in self._reader.tensors) * self.dtype.itemsize
 
     @cached_property
@@ -283,7 +283,7 @@ class GgufModel:
 
     @cached_property
     def layers(self) -> int:
-        """Number of decoder layers of the model."""
+        """Number of decoder layers, by the metadata of the file."""
         return int(self._number("block_count"))
 
     @cached_property
@@ -385,5 +385,5 @@ def _decimal(value: float) -> float:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, by its name."""
+    """Whether a path names a GGUF file, by its suffix."""
     return path.suffix.lower() == ".gguf"

@@ -114,7 +114,7 @@ class Manifest(BaseModel):
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """Steps that led to the checkpoint, the last one first."""
+        """The stages that led to the checkpoint and what each of them read, the last one first."""
         stage = str(self.recipe.get("stage", ""))
         own = Origin(stage=stage, source=self.source, source_fingerprint=self.source_fingerprint, chosen=self.chosen)
         return own, *self.lineage

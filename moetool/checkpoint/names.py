@@ -1,4 +1,4 @@
-"""Names of the files of a checkpoint."""
+"""Names of the files that make up a checkpoint."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Permissions of files that are written: who may read them."""
+"""File permissions of what moetool writes, so that others can read it as any new file."""
 
 import os
 from pathlib import Path

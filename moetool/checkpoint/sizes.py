@@ -48,7 +48,7 @@ Ratio = Annotated[float, BeforeValidator(parse_share)]
 
 
 def format_bytes(count: float) -> str:
-    """1536 → `1.5 kB` in decimal units, as files are measured."""
+    """Format a number of bytes in decimal units, as disks are measured: 1536 is `1.5 kB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -57,5 +57,5 @@ def format_bytes(count: float) -> str:
 
 
 def format_change(ratio: float) -> str:
-    """0.4 → `40.00% smaller`, −0.1 → `10.00% larger`."""
+    """Format a ratio of saved bytes in words: 0.4 is `40.00% smaller`, −0.1 is `10.00% larger`."""
     return f"{abs(ratio):.2%} {'smaller' if ratio >= 0 else 'larger'}"

@@ -71,7 +71,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def is_here(name: str) -> bool:
-    """Whether something of that name exists locally."""
+    """Whether a name is a path that exists on this machine; a hub id is not."""
     try:
         return bool(name) and local_path(name).exists()
     except InvalidInputError:

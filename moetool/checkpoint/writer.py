@@ -22,7 +22,7 @@ _ORDER = {dtype: position for position, dtype in enumerate(DTYPE_CODES)}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written: its name, element type and shape."""
+    """Name, dtype and shape of a tensor that is to be written."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """Bytes of the tensor's numbers in the file, without its header entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -94,7 +94,7 @@ class CheckpointWriter:
         return sum(self._sizes)
 
     def file(self, i: int) -> Path:
-        """The final path of shard `i`."""
+        """The path of shard `i`, under which it stands once it is complete."""
         count = len(self.shards)
         return self.directory / (SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors")
 

@@ -94,7 +94,7 @@ def _group(model: type[BaseModel], name: str) -> str | None:
     return group if isinstance(group, str) else None
 
 
-def _annotation(name: str, field: FieldInfo, group: str | None) -> Any:
+def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     flag = "--" + name.replace("_", "-")
     rules = [getattr(rule, "func", None) for rule in field.metadata]
     is_size = parse_bytes in rules

@@ -1,4 +1,4 @@
-"""Uploads a checkpoint to the Hugging Face hub."""
+"""Upload of a checkpoint to the Hugging Face hub, after its files are checked."""
 
 import glob
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from moetool.measure.verification import verify_files
 
 @dataclass(frozen=True, kw_only=True)
 class PushedFile(Printed):
-    """A file, by its name in the repository, and its size."""
+    """A file of an upload: its name in the repository, and its size in bytes."""
 
     name: str
     bytes: int

@@ -74,11 +74,6 @@ class BlockType:
         """Whether the levels of codes are consecutive whole numbers, evenly spaced."""
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
 
-    @property
-    def is_signed(self) -> bool:
-        """Whether the codes of group scales can be negative."""
-        return self.scale_range[0] < 0
-
 
 def _halves(numbers: NDArray[np.float16]) -> _Bytes:
     """`[blocks, 2]`, the bytes of fp16 numbers."""

@@ -7,7 +7,7 @@ activations and of rotary embeddings that are not listed here are looked up ther
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -140,7 +140,7 @@ class _Entry(_Entries):
 
 def check_depth(parsed: object, file: Path) -> None:
     """Raise `InvalidInputError` for JSON that nests deeper than anything that is meant: libraries recurse into it."""
-    level: list[Any] = [parsed]
+    level = [value for value in (parsed,) if isinstance(value, dict | list)]
     depth = 0
     while level:
         if depth > DEEPEST:

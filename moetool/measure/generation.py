@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
 
 from moetool.architectures.dense import is_encoder
+from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line
@@ -110,7 +111,7 @@ def _fit(options: GenerationOptions, prompt: int, context: int | None, path: str
     return options.model_copy(update={"max_new_tokens": left})
 
 
-def _encode(tokenizer: Any, prompt: str, chat: str) -> torch.Tensor:
+def _encode(tokenizer: Tokenizer, prompt: str, chat: str) -> torch.Tensor:
     """Token ids `[1, length]`, at least one.
 
     Raises:
@@ -138,7 +139,7 @@ def _encode(tokenizer: Any, prompt: str, chat: str) -> torch.Tensor:
 @torch.inference_mode()
 def _go_on(
     model: "PreTrainedModel",
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     ids: torch.Tensor,
     options: GenerationOptions,
     write: Callable[[str], None] | None,

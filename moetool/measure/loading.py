@@ -1,6 +1,6 @@
 """Load a model for evaluation on the device, in the dtype and in the form that options ask for."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import check_memory, load_model, loading_memory
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -40,7 +43,9 @@ def _place(device: str) -> torch.device | str:
     return "auto" if device == "map" else pick_device(device)
 
 
-def load_for(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress = SILENT) -> Any:
+def load_for(
+    checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress = SILENT
+) -> "PreTrainedModel":
     """A language model in evaluation mode; `device` may be `map`, to spread a large model over what there is. What it
     takes of the memory is told to `progress` before.
 
@@ -64,7 +69,7 @@ def load_for(checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dty
 
 def load_to_evaluate(
     checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress = SILENT
-) -> tuple[Any, SynthesisChoice]:
+) -> "tuple[PreTrainedModel, SynthesisChoice]":
     """A model as `load_for` loads it, run as the options say; and when its experts were made dense, and why.
 
     Raises:

@@ -46,7 +46,7 @@ class _SparseLinear(torch.autograd.Function):
         return _gathered(inputs, values, columns, rows, shape[0])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, tuple[int, int]], output: Tensor) -> None:
         tokens, values, indices, ctx.shape = inputs
         needs_inputs = tokens if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(needs_inputs, values, indices)

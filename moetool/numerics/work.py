@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 Precision = Literal["bfloat16", "float32", "float64"]
 PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")
+SizeT = TypeVar("SizeT", int, Precision)
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,28 @@ class Work:
     written: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(**{kind: _added(own, vars(other)[kind]) for kind, own in vars(self).items()})
+        return Work(
+            products=_added(self.products, other.products),
+            eigen=_added(self.eigen, other.eigen),
+            cholesky=_added(self.cholesky, other.cholesky),
+            moved=self.moved + other.moved,
+            calls=self.calls + other.calls,
+            hashed=self.hashed + other.hashed,
+            read=self.read + other.read,
+            written=self.written + other.written,
+        )
 
     def __mul__(self, times: float) -> "Work":
-        return Work(**{kind: _often(own, times) for kind, own in vars(self).items()})
+        return Work(
+            products=_scaled(self.products, times),
+            eigen=_scaled(self.eigen, times),
+            cholesky=_scaled(self.cholesky, times),
+            moved=self.moved * times,
+            calls=self.calls * times,
+            hashed=self.hashed * times,
+            read=self.read * times,
+            written=self.written * times,
+        )
 
     __rmul__ = __mul__
 
@@ -46,12 +65,9 @@ def altogether(works: Iterable[Work]) -> Work:
     return sum(works, Work())
 
 
-def _added(one: Any, other: Any) -> Any:
-    """The sum of two amounts of one kind, by size or precision if these are told apart."""
-    if not isinstance(one, Mapping):
-        return one + other
+def _added(one: Mapping[SizeT, float], other: Mapping[SizeT, float]) -> dict[SizeT, float]:
     return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in {**one, **other}}
 
 
-def _often(amount: Any, times: float) -> Any:
-    return {key: own * times for key, own in amount.items()} if isinstance(amount, Mapping) else amount * times
+def _scaled(amounts: Mapping[SizeT, float], times: float) -> dict[SizeT, float]:
+    return {key: own * times for key, own in amounts.items()}

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +94,7 @@ class _Silent(nn.Module):
 def _put(block: nn.Module, name: str, tensor: Tensor) -> None:
     """Give a block without weights one of them."""
     path, _, leaf = name.rpartition(".")
-    module: Any = block.get_submodule(path)
+    module = block.get_submodule(path)
     if leaf in module._parameters:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,6 +45,12 @@ from moetool.repair.results import RepairResult
 from moetool.repair.texts import Texts, draw_texts
 from moetool.runtime.loading import loading_memory
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moetool.repair.teacher import NotedPredictions
+
+_RESULT = TypeAdapter(RepairResult)
 _BASELINE = 600_000_000  # bytes of Python and its libraries
 # What a model and the one that it was made of have in common, whatever became of its experts.
 _SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -176,7 +183,7 @@ class Repair(Stage[RepairOptions]):
             for name, parameter in parameters.items():
                 parameter.copy_(values[name])
         self._write(job, model, texts)
-        return RepairResult(calibration=texts.facts, **result)  # type: ignore[arg-type]
+        return replace(_RESULT.validate_python(result), calibration=texts.facts)
 
     def _note(self, job: Job, file: Path, texts: Texts) -> None:
         """Let the original predict all windows, and note what it says; it is gone afterwards."""
@@ -202,7 +209,7 @@ class Repair(Stage[RepairOptions]):
                 "steps: it is repaired towards another model of the same shape."
             )
 
-    def _write(self, job: Job, model: Any, texts: Texts) -> None:
+    def _write(self, job: Job, model: "PreTrainedModel", texts: Texts) -> None:
         """Write what was read, in its names, shapes and dtypes, with the trained values in their places."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -228,14 +235,14 @@ class Repair(Stage[RepairOptions]):
         )
 
 
-def _finite(found: Iterator[Any], original: Checkpoint) -> Iterator[Any]:
+def _finite(found: "Iterator[NotedPredictions]", original: Checkpoint) -> "Iterator[NotedPredictions]":
     for noted in found:
         if not noted.logs.isfinite().all():
             raise VerificationError(f"{original.path} predicts what is no number: its weights are damaged.")
         yield noted
 
 
-def _told(result: RepairResult) -> dict[str, Any]:
+def _told(result: RepairResult) -> dict[str, object]:
     """The fields of a result that a resumed job is told."""
     return {name: value for name, value in vars(result).items() if name != "calibration"}
 

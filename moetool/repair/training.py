@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class Distilling:
 
     def __init__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         parameters: Mapping[str, nn.Parameter],
         texts: Texts,
         noted: NotedFile,
@@ -195,7 +195,7 @@ class Distilling:
 
 @torch.no_grad()
 def noted_batches(
-    model: Any, windows: Tensor, batch_size: int, k: int, progress: Progress
+    model: "PreTrainedModel", windows: Tensor, batch_size: int, k: int, progress: Progress
 ) -> Iterator[NotedPredictions]:
     """Iterate over a model's predictions of windows `[windows, length]`, batch by batch, on the CPU."""
     for batch in windows.split(batch_size):

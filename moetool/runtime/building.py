@@ -1,4 +1,4 @@
-"""The model that a `config.json` describes, without weights."""
+"""Construction of the model that a `config.json` describes, on the meta device and with moetool's modules inserted."""
 
 import copy
 import math

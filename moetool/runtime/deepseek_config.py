@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
 
-class DeepseekConfig(PreTrainedConfig):  # type: ignore[misc]
+class DeepseekConfig(PreTrainedConfig):
     """The entries of the hub's `config.json`: Llama's, and those of the experts."""
 
     model_type = "deepseek"

@@ -63,17 +63,17 @@ class DenseModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the FFNs."""
+        """The dtype in which the feed-forward networks are stored."""
         return self.checkpoint.info(self.architecture.weight_name(self.ffn_layers[0], "down")).dtype
 
     @property
     def parameters(self) -> int:
-        """The number of elements in all tensors of the model."""
+        """Number of elements in all tensors of the model's files."""
         return sum(math.prod(info.shape) for info in self.checkpoint.tensors.values())
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Number of channels of one attention head."""
         heads = int(getattr(self.config, "num_attention_heads", None) or 1)
         return int(getattr(self.config, "head_dim", None) or self.hidden // heads)
 
@@ -97,18 +97,18 @@ class DenseModel:
         return tuple(found)
 
     def shape(self, role: Role) -> tuple[int, int]:
-        """Shape `[out, in]` of one matrix."""
+        """The shape `[out, in]` of the feed-forward matrix of a role."""
         return (self.hidden, self.intermediate) if role == "down" else (self.intermediate, self.hidden)
 
     @property
     def biases(self) -> tuple[Role, ...]:
-        """The matrices with a bias beside them."""
+        """Roles whose matrices have a bias beside them in the files."""
         architecture = self.architecture
         held, layer = self.checkpoint.tensors, self.ffn_layers[0]
         return tuple(role for role in architecture.roles if architecture.bias_name(layer, role) in held)
 
     def matrix(self, layer: int, role: Role) -> Tensor:
-        """One matrix `[out, in]`, in the dtype it is stored in."""
+        """Read the matrix `[out, in]` of a layer and role, in the dtype that it is stored in."""
         name = self.architecture.weight_name(layer, role)
         if self.architecture.is_transposed:
             return self.checkpoint.read(name).t().contiguous()
@@ -118,7 +118,7 @@ class DenseModel:
         return self.checkpoint.read_rows(name, start, start + self.intermediate)
 
     def bias(self, layer: int, role: Role) -> Tensor:
-        """The bias `[out]` beside a matrix."""
+        """Read the bias `[out]` beside the matrix of a layer and role."""
         return self.checkpoint.read(self.architecture.bias_name(layer, role))
 
     def ffn_names(self, layer: int) -> set[str]:

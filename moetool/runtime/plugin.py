@@ -61,7 +61,7 @@ class _Described:
         return _Described, ()
 
 
-class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class MoetoolConfig(QuantizationConfigMixin):
     """The `quantization_config` of a moetool checkpoint, as it was read, but for modules that are dense now."""
 
     _described = _Described()
@@ -93,7 +93,7 @@ class MoetoolConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return entry
 
 
-class _TransposeIfNeeded(Transpose):  # type: ignore[misc]
+class _TransposeIfNeeded(Transpose):
     """Turns experts round where the file has them as `[in, out]`. Placeholders of bases, which are no parameters, stay
     as they are."""
 
@@ -120,7 +120,7 @@ class _TransposeIfNeeded(Transpose):  # type: ignore[misc]
         return _TransposeIfNeeded(self.dim1, self.dim0, check_dims=True)
 
 
-class _InterleaveIfNeeded(Interleave):  # type: ignore[misc]
+class _InterleaveIfNeeded(Interleave):
     """Changes the order of the rows of gate and up of all experts of a layer. Bases and placeholders of them, which
     have gate above up on disk, too, stay as they are."""
 
@@ -144,7 +144,7 @@ class _InterleaveIfNeeded(Interleave):  # type: ignore[misc]
         return _InterleaveIfNeeded(self.dim, inverse=not self.inverse)
 
 
-class MoetoolQuantizer(HfQuantizer):  # type: ignore[misc]
+class MoetoolQuantizer(HfQuantizer):
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
     requires_calibration = True  # a dense checkpoint cannot be compressed by passing a quantization_config

@@ -59,7 +59,7 @@ def time_decode(model: "PreTrainedModel", batch: int, length: int, new_tokens: i
 
 
 def vocabulary(model: "PreTrainedModel") -> int:
-    """The number of token ids that a model knows."""
+    """Number of token ids that a model's embeddings have rows for."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 

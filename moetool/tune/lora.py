@@ -55,7 +55,6 @@ def quantize_linears(model: nn.Module, names: list[str], kind: Quantization, dev
         linear: Any = model.get_submodule(name)
         rows, columns = linear.weight.shape
         has_bias = linear.bias is not None
-        small: Any
         if kind == "nf4":
             small = bnb.nn.Linear4bit(columns, rows, bias=has_bias, compute_dtype=linear.weight.dtype, quant_type="nf4")
             # On a CPU, one pass in evaluation mode would pack its weight for good, in a way that has no gradient.
@@ -80,24 +79,24 @@ def merge_lora(model: nn.Module, source: Checkpoint) -> None:
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, module in layers.items():
-        base: Any = module.get_base_layer()
+        base = module.get_base_layer()
         exact = _exact_weight(name, base, source)
-        delta: Any = module.get_delta_weight("default")
+        delta = module.get_delta_weight("default")
         _set_linear(model, name, exact + delta.to(exact), base.bias)
     for name, module in [*model.named_modules()]:
         if type(module).__module__.startswith("bitsandbytes"):
             _set_linear(model, name, _exact_weight(name, module, source), getattr(module, "bias", None))
 
 
-def _exact_weight(name: str, base: Any, source: Checkpoint) -> torch.Tensor:
+def _exact_weight(name: str, base: nn.Module, source: Checkpoint) -> torch.Tensor:
     if not type(base).__module__.startswith("bitsandbytes"):
-        return base.weight.data
+        return base.get_parameter("weight").data
     if f"{name}.weight" not in source.tensors:
         raise InvalidInputError(f"{source.path} has no tensor {name}.weight to add what was learnt to.")
-    return source.read(f"{name}.weight").to(base.weight.device, torch.float32)
+    return source.read(f"{name}.weight").to(base.get_parameter("weight").device, torch.float32)
 
 
-def _set_linear(model: nn.Module, name: str, weight: torch.Tensor, bias: Any) -> None:
+def _set_linear(model: nn.Module, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

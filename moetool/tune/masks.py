@@ -15,7 +15,7 @@ from moetool.runtime.modules.simoe_mixing import interpolation_of
 WAY = 2.9444
 
 
-class MaskConstraint(TrainerCallback):  # type: ignore[misc]
+class MaskConstraint(TrainerCallback):
     """`λ (τ − expected share of zeros) + weight · overlap`, with λ raised after every step in which the masks' medians
     have fewer zeros than τ, and set back to 0 as soon as they have enough. Then masks also lose their momentum, which
     would close most of the others, and what a step closes beyond τ is put back onto the edge, where it weighs next to

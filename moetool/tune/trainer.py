@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput
 
 from moetool.checkpoint.files import fast_digest, is_intact, write_json
 from moetool.checkpoint.permissions import open_to_readers
@@ -33,7 +33,7 @@ DIGESTS = "digests.json"  # of a checkpoint's files
 LOGGED = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
 
 
-class MoETrainer(Trainer):  # type: ignore[misc]
+class MoETrainer(Trainer):
     """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
     averaged over its batches.
     """
@@ -65,7 +65,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, ModelOutput]:
         given, labels, real = self._split(inputs)
         with self.routers.watched():
             outputs = model(**given, use_cache=False)
@@ -208,7 +208,7 @@ class SeededOrder(Sampler[int]):
         return self._count
 
 
-class Reporter(TrainerCallback):  # type: ignore[misc]
+class Reporter(TrainerCallback):
     """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
 
     def __init__(self, job: Job[Any]) -> None:

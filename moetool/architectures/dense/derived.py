@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from moetool.architectures.dense.base import DenseArchitecture, Spread
 from moetool.architectures.dense.networks import Network, is_linear, may_be_network, network_in, size_of
@@ -28,7 +28,7 @@ from moetool.quiet import refused
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MOST_LAYERS = 4096
 _IN_LAYER = re.compile(r"(?P<layers>.*?)\.(?P<index>\d+)(?:\.(?P<inside>.+))?")
@@ -69,7 +69,7 @@ def has_experts(config: Mapping[str, object]) -> bool:
     return any(re.search("experts|moe", type(module).__name__, re.IGNORECASE) for module in model.modules())
 
 
-def _empty_model(config: Mapping[str, Any]) -> "PreTrainedModel":
+def _empty_model(config: Mapping[str, object]) -> "PreTrainedModel":
     if not is_encoder(config):
         return empty_model_of(config)
     import torch
@@ -80,6 +80,12 @@ def _empty_model(config: Mapping[str, Any]) -> "PreTrainedModel":
         return AutoModelForMaskedLM.from_config(transformers_config(config))
 
 
+# Of a network: matrices by role, whether they are `[in, out]`, other tensors, and shapes by name.
+_Description: TypeAlias = tuple[
+    tuple[tuple[Role, str], ...], bool, tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]
+]
+
+
 class _Derivation:
     """What the modules of a model without weights say of its feed-forward networks.
 
@@ -88,7 +94,7 @@ class _Derivation:
 
     def __init__(self, config: Mapping[str, object], model: "PreTrainedModel") -> None:
         self.config, self.model = config, model
-        self.text_config: Any = model.config.get_text_config()
+        self.text_config: PreTrainedConfig = model.config.get_text_config()
         if not isinstance(hidden := getattr(self.text_config, "hidden_size", None), int):
             raise InvalidInputError("it is made of several models")
         self.hidden: int = hidden
@@ -170,7 +176,7 @@ class _Derivation:
             optional_features=told.optional_features,
         )
 
-    def _described(self, module: "nn.Module", network: "Network | _Parts") -> tuple[Any, ...]:
+    def _described(self, module: "nn.Module", network: "Network | _Parts") -> _Description:
         """Of one network: its matrices by role, whether they are `[in, out]`, other tensors, and sizes."""
         linear = network.linear
         tensors = module.state_dict(keep_vars=True)
@@ -222,12 +228,14 @@ def _parts_of(layer: "nn.Module", hidden: int) -> _Parts | None:
         found = [name for name in ACTIVATIONS if callable(getattr(layer, name, None))]
         if entering == leaving == hidden and width == inner and len(found) == 1:
             return _Parts(up, up, down, found[0])
-    intermediate: Any
-    output: Any
-    intermediate, output = (getattr(layer, name, None) for name in ("intermediate", "output"))
-    if not all(is_linear(getattr(part, "dense", None)) for part in (intermediate, output)):
+    parts = dict(layer.named_children())
+    if not {"intermediate", "output"} <= parts.keys():
+        return None
+    intermediate, output = parts["intermediate"], parts["output"]
+    first, second = (getattr(part, "dense", None) for part in (intermediate, output))
+    if not is_linear(first) or not is_linear(second):
         return None
     own = {name.partition(".")[0] for name, _ in intermediate.named_parameters()}
-    if own == {"dense"} and size_of(intermediate.dense) == size_of(output.dense)[::-1]:
+    if own == {"dense"} and size_of(first) == size_of(second)[::-1]:
         return _Parts("intermediate", "intermediate.dense", "output.dense", None)
     return None

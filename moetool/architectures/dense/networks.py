@@ -6,7 +6,7 @@ The module's own forward is traced (`torch.fx`): nothing is computed, so that it
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from moetool.architectures.shape import Role
 from moetool.errors import InvalidInputError
@@ -48,7 +48,7 @@ class Network:
     adds: bool = False
 
 
-def is_linear(module: object) -> bool:
+def is_linear(module: object) -> "TypeGuard[nn.Module]":
     """Whether a module is a linear layer: torch's, or GPT-2's `Conv1D`, whose weight is `[in, out]`."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -60,7 +60,7 @@ def size_of(linear: "nn.Module") -> tuple[int, int]:
     """Number of outputs and of inputs of a linear layer, `nn.Linear` or transformers' transposed `Conv1D`."""
     from torch import nn
 
-    rows, columns = linear.weight.shape  # type: ignore[misc]
+    rows, columns = linear.get_parameter("weight").shape
     return (rows, columns) if isinstance(linear, nn.Linear) else (columns, rows)
 
 
@@ -136,7 +136,7 @@ class _Trace:
         activation = self._function(roles[0], activated)
         return Network(linear, transposed.pop(), activation, dropout, factor, adds)
 
-    def _exit(self, node: Any) -> tuple["Node", float, float, bool]:
+    def _exit(self, node: "Node") -> tuple["Node", float, float, bool]:
         """The last matrix's node, and what is done with what it gives."""
         dropout, factor, adds = 0.0, 1.0, False
         while not (hasattr(node, "op") and node in self.linears):
@@ -155,7 +155,7 @@ class _Trace:
                 raise self._refusal(f"does more with its output than a feed-forward network ({kind})")
         return node, dropout, factor, adds
 
-    def _without_dropout(self, node: Any) -> tuple[Any, float]:
+    def _without_dropout(self, node: "Node") -> tuple["Node", float]:
         """What a dropout is given, and its probability; the node itself where it is none."""
         from torch import nn
 
@@ -252,7 +252,7 @@ class _Trace:
         if end.args == (start,) and end.op == "call_module":
             return self.module.get_submodule(str(end.target))
         if end.args == (start,) and end.op == "call_function" and not end.all_input_nodes[1:]:
-            function: Any = end.target
+            function = end.target
             return functools.partial(function, **end.kwargs) if end.kwargs else function
         graph = fx.Graph()
         made = {start: graph.placeholder("rows")}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import Tensor
 
 from moetool.checkpoint.reader import Checkpoint
@@ -23,6 +23,7 @@ from moetool.errors import UsageError
 from moetool.job.calibrated import streamed_losses
 from moetool.job.job import Job
 
+_TRIAL = TypeAdapter(Trial)
 MOST_TRIALS = 6
 _CLOSE = 0.01  # share of the size: nearer than that to one that is too small, nothing is gained
 _ENOUGH = 0.95  # share of the increase that is allowed at which the search ends,
@@ -160,8 +161,7 @@ class Trials:
             job.finish(unit, spent=[path for path in directory.rglob("*") if path.is_file()], told=told)
         if directory.exists():
             shutil.rmtree(directory)
-        found = job.workspace.told(unit)
-        return Trial(**found)  # type: ignore[arg-type]  # as they were noted
+        return _TRIAL.validate_python(job.workspace.told(unit))
 
     def _original(self) -> Tensor:
         """Mean loss of each window by the original model, fp64 `[windows]`."""

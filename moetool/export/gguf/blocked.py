@@ -47,7 +47,7 @@ class Blocked:
         return self.kind.numbers // self.kind.group
 
     def scale(self) -> Tensor:
-        """`[groups, out]`: what levels are multiplied with."""
+        """Effective scale of every group, `[groups, out]`: that of its block times its own code."""
         return self.d.repeat_interleave(self.groups_per_block, 0) * self.scales
 
     def minimum(self) -> Tensor:
@@ -55,7 +55,7 @@ class Blocked:
         return self.dmin.repeat_interleave(self.groups_per_block, 0) * self.minima
 
     def decoded(self) -> Tensor:
-        """`[in, out]` fp32, as llama.cpp decodes it to the bit."""
+        """Decode the blocks to a matrix `[in, out]` fp32, bit by bit as llama.cpp does."""
         values = levels_of(self.kind, self.codes).unflatten(0, (-1, self.kind.group))
         return values.mul_(self.scale()[:, None]).sub_(self.minimum()[:, None]).flatten(0, 1)
 
@@ -77,7 +77,7 @@ class Blocked:
 
 
 def levels_of(kind: BlockType, codes: Tensor) -> Tensor:
-    """What codes stand for before scales: fp32 in their shape."""
+    """Map codes to the levels that they stand for, before scales, in fp32 and their shape."""
     if kind.is_even:
         return codes.float().add_(kind.levels[0])
     return torch.tensor(kind.levels, dtype=torch.float32, device=codes.device)[codes.int()]
@@ -103,7 +103,7 @@ def _between(kind: BlockType, places: Tensor) -> Tensor:
 
 
 def inverse(numbers: Tensor) -> Tensor:
-    """Compute 1 / x of every number, and 0 where x is 0."""
+    """Compute 1 / x element by element, and 0 where x is 0."""
     return torch.where(numbers == 0, 0, 1 / torch.where(numbers == 0, 1, numbers))
 
 

@@ -43,7 +43,7 @@ class ProjectionGrams:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See what runs through the modules."""
+        """Context manager in which the inputs of the watched modules are added to their Gram matrices."""
         handles = [module.register_forward_pre_hook(partial(self._see, path)) for path, module in self._modules.items()]
         try:
             yield
@@ -84,14 +84,14 @@ class CodedLayers:
         self.facts, self.steps = self._calibrated.facts, self._pass.steps
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The blocks of a tensor, `[rows, bytes]` uint8."""
+        """Iterate over the coded blocks of a tensor, `[rows, bytes]` uint8, after coding all layers up to its own."""
         layer = layer_of(name)
         self._pass.through(layer)
         with safe_open(self._file(layer), "pt") as file:
             yield file.get_tensor(name)
 
     def forget(self, layer: int) -> None:
-        """Delete the file of a layer that has been written."""
+        """Delete the file of a layer's coded tensors once they are in the output."""
         self._file(layer).unlink(missing_ok=True)
 
     def _file(self, layer: int) -> Path:

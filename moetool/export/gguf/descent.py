@@ -33,7 +33,7 @@ class Descent:
         self._image = self.gram @ (self.inputs - self._values)
 
     def sweep(self) -> None:
-        """Go over all blocks and groups once."""
+        """Improve the codes and scales of all blocks and groups once, one after the other."""
         kind, count = self.blocked.kind, self.blocked.groups_per_block
         for block in range(len(self.blocked.d)):
             self._set_units(block)
@@ -46,7 +46,7 @@ class Descent:
                 self._image.addmm_(self.gram[:, part], self._values[part] - before, alpha=-1)
 
     def lost(self) -> Tensor:
-        """`[out]`: the error of every output."""
+        """Squared error at every output on the calibration inputs, `[out]`."""
         return ((self.inputs - self._values) * self._image).sum(0)
 
     def _set_units(self, block: int) -> None:

@@ -49,12 +49,12 @@ class GgufTensor:
 
     @property
     def numbers(self) -> int:
-        """Number of elements of the tensor."""
+        """Number of elements of the tensor, in all dimensions."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's data in bytes."""
+        """Bytes of the tensor's data in its type, without padding."""
         numbers, size = _BLOCKS[self.type]
         return self.numbers // numbers * size
 
@@ -84,7 +84,7 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
 
 
 def data_bytes(tensors: Sequence[GgufTensor]) -> int:
-    """Bytes of all tensors in a file."""
+    """Bytes of all tensors' data in a file, with the padding after each."""
     return sum(_padded(tensor.nbytes) for tensor in tensors)
 
 

@@ -34,13 +34,13 @@ class Moments:
 
     @classmethod
     def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
-        """The moments of no tokens, which are all zero."""
+        """Make moments of no tokens: zeros for so many matrices of this shape."""
         rows, columns = shape
         sizes = (matrices, columns), (matrices,), (matrices, rows)
         return cls(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
 
     def add(self, matrix: int, inputs: Tensor) -> None:
-        """Add the inputs `[…, in]` of one of the matrices."""
+        """Add inputs `[…, in]` of one matrix to its second moments and count."""
         rows = inputs.detach().flatten(0, -2)
         self.given[matrix] += rows.double().square().sum(0)
         self.counts[matrix] += len(rows)

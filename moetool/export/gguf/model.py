@@ -85,7 +85,7 @@ class GgufSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of its weights."""
+        """The dtype of most of the model's weights."""
         model = self.dense or self.experts
         assert model is not None
         return model.dtype
@@ -97,12 +97,12 @@ class GgufSource:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers of the model."""
+        """Number of decoder layers, by the model's config."""
         return int(self.config.num_hidden_layers)
 
     @property
     def moe(self) -> Architecture | None:
-        """The MoE family of the checkpoint; `None` for a dense model."""
+        """The architecture of a model with experts; `None` for a dense model."""
         return None if self.experts is None else self.experts.architecture
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class GgufSource:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embeddings."""
+        """Whether the model's head shares the matrix of its embeddings."""
         return bool(self.config.tie_word_embeddings) or "lm_head.weight" not in self.checkpoint.tensors
 
     @property
@@ -223,7 +223,7 @@ class GgufSource:
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Number of channels of one attention head."""
         own = getattr(self.config, "head_dim", None)
         return int(own or self.config.hidden_size // self.config.num_attention_heads)
 
@@ -268,7 +268,7 @@ class GgufSource:
 
     @property
     def shared_intermediate(self) -> int:
-        """Width of the shared expert; 0 without one."""
+        """Number of neurons of the shared expert; 0 if the family has none."""
         key = self.family.shared_width
         return 0 if key is None else int(getattr(self.config, key, 0) or 0)
 

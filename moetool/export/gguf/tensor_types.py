@@ -40,11 +40,11 @@ class FewBits:
     has_minimum: bool = False
 
     def size(self, numbers: int) -> int:
-        """The bytes that so many elements of this type take."""
+        """Bytes that so many elements take in this type, whole blocks only."""
         return numbers // self.numbers * self.nbytes
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Rows `[rows, in]` rounded to an even grid per block."""
+        """Round rows `[rows, in]` to an even grid per group, by whose errors types are compared before any is coded."""
         groups = rows.reshape(len(rows), -1, self.group)
         most = 2**self.bits - 1
         if self.has_minimum:
@@ -123,13 +123,13 @@ class Menu:
 
     @classmethod
     def of(cls, tensors: Sequence[GgufTensor]) -> "Menu":
-        """The menu of types for a file that holds these tensors."""
+        """List the types on offer for each tensor of a file."""
         is_tied = all(tensor.name != HEAD for tensor in tensors)
         offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
         return cls(tensors, {name: types for name, types in offers.items() if types})
 
     def nbytes(self, chosen: Mapping[str, FewBits]) -> int:
-        """The bytes of all tensors in the types that were chosen."""
+        """Bytes of all tensors of the file with the types that were chosen."""
         return sum(
             chosen[tensor.name].size(tensor.numbers) if tensor.name in chosen else tensor.nbytes
             for tensor in self.tensors
@@ -141,7 +141,7 @@ class Menu:
 
     @property
     def smallest(self) -> dict[str, FewBits]:
-        """The smallest type on offer for each tensor."""
+        """Choose the smallest type on offer for each tensor."""
         return {name: types[0] for name, types in self.types.items()}
 
     def check(self, target: float) -> None:
@@ -188,5 +188,5 @@ def type_lines(chosen: Mapping[str, FewBits]) -> str:
 
 
 def counted_types(chosen: Mapping[str, FewBits]) -> str:
-    """`12 q4_K, 4 q6_K`, the most frequent first."""
+    """Describe how many tensors have each type, the most frequent first: `12 q4_K, 4 q6_K`."""
     return ", ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in chosen.values()).most_common())

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer in the words of GGUF's metadata."""
+"""Translation of a checkpoint's tokenizer into GGUF's metadata."""
 
 import json
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class GgufTokenizer:
     template: str | None
 
     def add_to(self, writer: Any) -> None:
-        """Write it into the metadata of the library's `GGUFWriter`."""
+        """Write the tokenizer into the metadata of the gguf library's `GGUFWriter`."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
@@ -65,7 +65,7 @@ class GgufTokenizer:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a checkpoint's directory holds one."""
+    """Whether the directory of a checkpoint holds the files of a tokenizer."""
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 

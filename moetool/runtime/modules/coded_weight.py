@@ -22,20 +22,20 @@ _FREEZE = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[
 
 
 class HoldsCodes(Protocol):
-    """A module whose matrix is stored as codes."""
+    """Protocol of a module that stores its matrix as codes and decodes it when it is needed."""
 
     @property
     def weight(self) -> Any:
-        """The decoded matrix `[out, in]`, as other code sees it."""
+        """A stand-in for the decoded matrix `[out, in]`, for code that reads `module.weight`."""
 
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape `[out, in]` of the matrix."""
+        """Return the shape `[out, in]` of the matrix, without decoding it."""
 
     def decoded(self) -> Tensor:
-        """The decoded matrix `[out, in]`."""
+        """Decode the matrix `[out, in]`."""
 
     def become_dense(self, matrix: nn.Parameter) -> None:
-        """Be an ordinary module of this matrix from now on."""
+        """Drop the codes and become an ordinary module with this matrix `[out, in]`."""
 
 
 class Placeholder(nn.Parameter):

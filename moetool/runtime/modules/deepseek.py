@@ -32,14 +32,14 @@ class DeepseekMoE(nn.Module):
             self.shared_experts = Qwen2MoeMLP(config, config.moe_intermediate_size * config.n_shared_experts)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[batch, length, hidden]` → the same."""
+        """Sum routed and shared experts for hidden states `[batch, length, hidden]`, in the same shape."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.gate(flat)
         routed = self.experts(flat, index, weights).view_as(hidden_states)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
 
 
-class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
+class DeepseekDecoderLayer(LlamaDecoderLayer):
     """Llama's layer, with experts from `first_k_dense_replace` on."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -48,8 +48,8 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             self.mlp = DeepseekMoE(config)
 
 
-class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
-    """What transformers asks of a family."""
+class DeepseekPreTrainedModel(LlamaPreTrainedModel):
+    """Attributes by which transformers loads, shards and traces DeepSeekMoE models."""
 
     # transformers looks for this in a class's source, and keeps what it found: of Llama's, which are above these, no.
     _can_set_experts_implementation_cached_value = True
@@ -67,8 +67,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):  # type: ignore[misc]
                 parameter.data.normal_(0, self.config.initializer_range)
 
 
-class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
-    """DeepSeekMoE's decoder: embeddings, layers and final norm."""
+class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
+    """Decoder of DeepSeekMoE (arXiv:2401.06066): embeddings, layers and final norm."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         # Not LlamaModel's: a Llama inside could not be told which implementation of the experts to use.
@@ -82,8 +82,8 @@ class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):  # type: ignore[misc]
         self.post_init()
 
 
-class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):  # type: ignore[misc]
-    """The language model."""
+class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
+    """DeepSeekMoE's language model: the decoder and a head that predicts the next token."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         DeepseekPreTrainedModel.__init__(self, config)  # type: ignore[call-arg]

@@ -24,7 +24,7 @@ class SpreadNetwork(nn.Module):
         self.up, self.down, self.act_fn = up, down, act_fn
 
     def forward(self, rows: Tensor) -> Tensor:
-        """`[..., hidden]` → `[..., hidden]`."""
+        """Compute `down(act(up(rows)))` for rows `[..., hidden]`, in the same shape."""
         return self.down(self.act_fn(self.up(rows)))
 
 

@@ -90,11 +90,11 @@ class ExpertTensors(RoutedExperts):
 
     @property
     def native(self) -> nn.Module:
-        """The family's own module, without its matrices and biases."""
+        """The family's own experts module, emptied of its matrices and biases."""
         return self._original[0]
 
     def delta(self, expert: int, role: Role) -> Weight:
-        """The stored form of one matrix."""
+        """The run-time form of one expert's matrix: a delta to the base, or the matrix itself."""
         return cast("Weight", self.moetool[str(expert)].get_submodule(role))
 
     def _compact(self, role: Role) -> Weight:
@@ -113,7 +113,7 @@ class ExpertTensors(RoutedExperts):
         return below(self.moetool["shared"]) if "shared" in self.moetool else []
 
     def base_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters in which the base is stored."""
+        """Iterate over the parameters that store the bases of all roles, dense or not."""
         for roles in self._based():
             yield self.get_parameter(fused_name(roles))
         for role, _ in self.layout.compact_bases():

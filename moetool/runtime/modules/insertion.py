@@ -33,7 +33,7 @@ class CustomLayer(KeepsWide):
     is_efficient: ClassVar[bool] = False
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the experts and their router."""
+        """Parameters that `--train experts` trains: by default all of the module's."""
         return self.parameters()
 
 
@@ -63,7 +63,7 @@ def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether a tensor of a model is a placeholder."""
+    """Whether a tensor has the shape of the placeholder that stands where a weight is stored elsewhere."""
     return tuple(tensor.shape) == PLACEHOLDER
 
 

@@ -43,7 +43,8 @@ class Router(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, experts]`."""
+        """Router logits `[tokens, experts]` of hidden states `[tokens, hidden]`, in fp32 or wider, outside of
+        autocast."""
         dtype = wide(input)
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.to(dtype), self.weight.to(dtype))
@@ -73,7 +74,7 @@ class FusedExperts(RoutedExperts):
         return activated(self.act_fn, values.chunk(len(self.config.shape.entering), dim=-1))
 
     def on_kernels(self) -> KernelExperts:
-        """See `RoutedExperts`."""
+        """Describe the fused matrices and biases to kernels, as `RoutedExperts.on_kernels` asks for."""
         shape: MoEShape = self.config.shape
         roles = {}
         for role in shape.roles:
@@ -85,7 +86,7 @@ class FusedExperts(RoutedExperts):
         return KernelExperts(roles, self.act_fn)
 
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
+        """Run copies of the matrices that each token chose, as `RoutedExperts.gathered` asks for."""
 
         def run(pairs: Tensor, rows: Tensor) -> Tensor:
             given = activation(self, pairs, gathered(entering(self), pairs, rows))
@@ -94,7 +95,7 @@ class FusedExperts(RoutedExperts):
         return gathered_sum(run, hidden, chosen, weights)
 
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
+        """Run one expert after the other in plain torch, as `RoutedExperts.eager` asks for."""
         # Unbound once: the gradient of every index into a fused tensor is as large as the tensor.
         first, down = entering(self).unbind(), self.down_proj.unbind()
 
@@ -159,7 +160,7 @@ class CustomMoELayer(Routed):
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoESpec) -> None:
-    """Put MoE layers where they are listed."""
+    """Replace the feed-forward networks of the layers in `spec` by MoE layers with uninitialized experts."""
     for layer in spec.layers:
         taken = take(model, dense, layer)
         model.set_submodule(taken.path, CustomMoELayer(taken.module, dense, spec))

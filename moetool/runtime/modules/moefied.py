@@ -37,7 +37,7 @@ _RULE_IN_16_BITS = (3, 64, 0.5, 0.5)
 
 
 class Selector(nn.Module):
-    """`second(tanh(first(x / ‖x‖)))`, a score per expert."""
+    """Network that predicts a score per expert from a hidden state: `second(tanh(first(x / ‖x‖)))` (G-MoEfication)."""
 
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class NeuronExperts(SplitFFN):
         return self.infer(hidden_states)
 
     def infer(self, hidden_states: Tensor) -> Tensor:
-        """Compute the forward pass outside of any compiled graph."""
+        """Run the forward pass outside of any compiled graph, with offloaded weights fetched for its time."""
         with loaded(*below(self)) as fetched:  # whose weights are read, not called
             return self._forward(hidden_states, fetched)
 
@@ -229,7 +229,7 @@ class NeuronExperts(SplitFFN):
         return found[1]
 
     def train(self, mode: bool = True) -> Self:
-        """See `nn.Module.train`."""
+        """Switch between training and evaluation, and drop what was cached for evaluation."""
         self._cached.clear()
         return super().train(mode)
 
@@ -272,7 +272,7 @@ def set_keep(model: "PreTrainedModel", keep: float) -> None:
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec) -> None:
-    """Split the networks of the layers that are listed."""
+    """Replace the feed-forward networks of the layers in `spec` by networks split into experts of neurons."""
     for number in spec.layers:
         taken = take(model, dense, number)
         network = network_in(taken.module)

@@ -243,7 +243,7 @@ class SplitFFN(CustomLayer):
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor, or fp32 if that is wider."""
+    """The wider of a tensor's dtype and fp32, in which sums are accumulated."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

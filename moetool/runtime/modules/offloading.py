@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def below(module: nn.Module) -> list[nn.Module]:
-    """All modules in `module`, at any depth, without itself."""
+    """List all modules inside a module, at any depth, without itself."""
     found: list[nn.Module] = []
     waiting: list[nn.Module | None] = list(module._modules.values())
     while waiting:

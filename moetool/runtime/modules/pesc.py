@@ -43,7 +43,7 @@ class Adapters(RoutedExperts):
         return KernelExperts({"up": first, "down": second}, F.gelu)
 
     def gathered(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
+        """Run copies of the adapters that each token chose, as `RoutedExperts.gathered` asks for."""
 
         def run(pairs: Tensor, rows: Tensor) -> Tensor:
             return gathered(self.up_proj, pairs, F.gelu(gathered(self.down_proj, pairs, rows)))
@@ -51,7 +51,7 @@ class Adapters(RoutedExperts):
         return gathered_sum(run, hidden, chosen, weights)
 
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
+        """Run one adapter after the other in plain torch, as `RoutedExperts.eager` asks for."""
 
         def run(expert: int, rows: Tensor) -> Tensor:
             return F.linear(F.gelu(F.linear(rows, self.down_proj[expert])), self.up_proj[expert])
@@ -91,7 +91,7 @@ class AdapterExperts(Routed):
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: PescSpec) -> None:
-    """Put adapters on the networks of the layers that are listed."""
+    """Put adapters and a router around the feed-forward networks of the layers in `spec`."""
     expected = dense.placeholder.removesuffix("weight").removesuffix(".")
     for layer in spec.layers:
         taken = take(model, dense, layer)

@@ -85,16 +85,16 @@ class QuantizedModule(nn.Module, ABC):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """The stored matrix."""
+        """The codes and scales of the matrix, which may belong to a module that this one is tied to."""
         return self._owner[0].stored if self._owner else self.moetool
 
     @property
     def is_tied(self) -> bool:
-        """Whether the matrix is another module's."""
+        """Whether the module shares the matrix of another module, as a head does with the embeddings."""
         return bool(self._owner)
 
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape `[out, in]` of the matrix."""
+        """Return the shape `[out, in]` of the matrix, without decoding it."""
         return self.stored.shape
 
     def decoded(self) -> Tensor:
@@ -123,12 +123,12 @@ class QuantizedModule(nn.Module, ABC):
 
     @torch.no_grad()
     def matrix(self) -> nn.Parameter:
-        """The decoded matrix, in the model's dtype and on its device."""
+        """Decode the matrix into a new parameter, in the model's dtype and on its device."""
         return nn.Parameter(self.stored.dequantize(self.stored.scales.dtype))
 
 
 class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
-    """An embedding whose rows are decoded as they are looked up."""
+    """Embedding with a quantized matrix, of which only the rows that are looked up are decoded."""
 
     ordinary = nn.Embedding
 
@@ -140,7 +140,7 @@ class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
         self.padding_idx = padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[…]` → `[…, hidden]`"""
+        """Look up and decode the rows of token ids `[…]`: `[…, hidden]`."""
         with loaded(self.stored):
             return self.stored.rows(tokens)
 
@@ -166,7 +166,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         self._number = numbered(self)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[…, in]` → `[…, out]`"""
+        """Multiply inputs `[…, in]` with the quantized matrix and add the bias: `[…, out]`."""
         output = self._times(inputs.reshape(-1, self.in_features)).view(*inputs.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
@@ -291,7 +291,7 @@ def dense_modules(model: "PreTrainedModel") -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a module holds its matrix as codes."""
+    """Whether a module outside the experts stores its matrix as codes."""
     return isinstance(module, QuantizedModule)
 
 

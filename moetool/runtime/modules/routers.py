@@ -11,7 +11,7 @@ _NAMES = ("topkrouter", "tokenchoicerouter", "moev1gate")  # ends of the names o
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a family's own router."""
+    """Whether a module is the router of an MoE layer, by the name of its class."""
     return type(module).__name__.lower().endswith(_NAMES)
 
 
@@ -54,7 +54,7 @@ class Routers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Gather logits for the time of the `with` block."""
+        """Context manager in which the logits and choices of every router are collected."""
         self.clear()
         self._watching = True
         try:
@@ -63,6 +63,6 @@ class Routers:
             self._watching = False
 
     def clear(self) -> None:
-        """Forget the logits of the last pass."""
+        """Drop the logits and choices that were collected in the last forward pass."""
         self.logits.clear()
         self.chosen.clear()

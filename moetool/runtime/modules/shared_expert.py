@@ -36,21 +36,21 @@ class SharedExpertOnBase(RoutedExperts):
 
     @property
     def experts(self) -> SharedBaseExperts:
-        """The routed experts, and this one as the last of them."""
+        """The routed experts' module, which stores this shared expert as the last of its deltas."""
         return self._modules_elsewhere[0]
 
     @property
     def native(self) -> nn.Module:
-        """The family's own shared expert, without its weights."""
+        """The family's own shared-expert module, emptied of its weights."""
         return self._modules_elsewhere[1]
 
     @property
     def device(self) -> torch.device:
-        """See `RoutedExperts`."""
+        """The device on which the stored matrices lie."""
         return self.experts.device
 
     def holders(self) -> Iterable[nn.Module]:
-        """See `RoutedExperts`."""
+        """Modules whose tensors this one reads: its own, and those of the routed experts."""
         return [*self.modules(), *self.experts.modules()]
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
@@ -75,12 +75,12 @@ class SharedExpertOnBase(RoutedExperts):
         return all(form.is_cheap for form in (*stored, *layout.base.values()))
 
     def on_kernels(self) -> KernelExperts:
-        """See `RoutedExperts`."""
+        """Describe the shared expert to kernels as a layer with one expert."""
         biases = {role: bias[None] for role, bias in self._biases().items()}
         return self.experts.kernels_of([self.experts.num_experts], biases, self.modules())
 
     def eager(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `RoutedExperts`."""
+        """Run the shared expert in plain torch; its weights are fetched first where they are offloaded."""
         with loaded(*below(self)):
             return self.experts.shared_expert(hidden, self._biases())
 
@@ -88,5 +88,5 @@ class SharedExpertOnBase(RoutedExperts):
         return {role: self.bias(role) for role in self.experts.layout.shape.biases}
 
     def bias(self, role: Role) -> nn.Parameter:
-        """The bias of the shared expert beside one of its matrices."""
+        """The shared expert's bias beside its matrix of a role."""
         return self.get_parameter(self.names[role].removesuffix("weight") + "bias")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class InterpolatedLinear(CustomLayer):
-    """A frozen linear layer and its part of the shared delta."""
+    """A frozen linear layer with a delta that all experts share, masked by each of them (SIMoE)."""
 
     is_efficient: ClassVar[bool] = SimoeSpec.is_efficient
     kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)
@@ -52,7 +52,7 @@ class InterpolatedLinear(CustomLayer):
 
     @property
     def trains_masks(self) -> bool:
-        """Whether masks are still parameters."""
+        """Whether the masks are still parameters, as in training, and not fixed yet."""
         return "log_phi" in self._parameters
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
@@ -60,27 +60,28 @@ class InterpolatedLinear(CustomLayer):
 
     @property
     def in_features(self) -> int:
-        """The number of inputs of the linear layer."""
+        """Number of inputs of the linear layer, under the name that torch gives it."""
         return self.linear.in_features
 
     @property
     def out_features(self) -> int:
-        """The number of outputs of the linear layer."""
+        """Number of outputs of the linear layer, under the name that torch gives it."""
         return self.linear.out_features
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the linear layer, if it has one."""
+        """The bias `[out]` of the linear layer; `None` if it has none."""
         return self.linear.bias
 
     def gates(self, *, sampled: bool = False) -> Tensor:
-        """The masks `[experts, channels]` of all experts."""
+        """The masks `[experts, channels]` of all experts, between 0 and 1: drawn with `sampled`, else their medians."""
         if not self.trains_masks:
             return self.fixed_gates
         return sampled_gate(self.log_phi) if sampled else median_gate(self.log_phi)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[batch, length, in]` → `[batch, length, out]`."""
+        """Apply the layer with the delta that the current mixture of experts makes: `[batch, length, in]` → `[batch,
+        length, out]`."""
         interpolation = self._interpolation[0]
         if (weight := interpolation.folded_weight(self)) is not None:
             return F.linear(inputs, weight, self.bias)
@@ -122,7 +123,7 @@ class InterpolatedLinear(CustomLayer):
 
 
 def sites(model: nn.Module) -> dict[str, InterpolatedLinear]:
-    """The interpolated layers of a model, by name."""
+    """Find the interpolated layers of a model, by their names."""
     return {name: module for name, module in model.named_modules() if isinstance(module, InterpolatedLinear)}
 
 
@@ -135,7 +136,7 @@ def open_share(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def closed_share(model: nn.Module) -> float:
-    """Share of mask elements whose median is zero."""
+    """Share of all mask elements whose median is zero, over all layers and experts."""
     masks = [site.gates() for site in sites(model).values()]
     return sum(int((mask == 0).sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
@@ -148,7 +149,11 @@ def overlap_penalty(model: nn.Module) -> Tensor:
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: SimoeSpec) -> None:
-    """Wrap every linear layer of the decoder layers."""
+    """Wrap every linear layer of the decoder layers in an `InterpolatedLinear`.
+
+    Raises:
+        InvalidInputError: the family's layers are not torch's linear layers.
+    """
     if dense.is_transposed:
         raise InvalidInputError(f"SIMoE takes torch's linear layers, and {dense.name} has others (Conv1D).")
     prefix, _, _ = dense.layer.partition(".{layer}")

@@ -19,20 +19,21 @@ FOLDING = 4
 
 
 class Site(Protocol):
-    """A linear layer whose delta is mixed."""
+    """Protocol of a linear layer whose delta is mixed from those of the experts."""
 
     @property
     def is_plain(self) -> bool:
         """Whether its weight is a matrix, which others can be added to."""
 
     def versions(self) -> tuple[object, ...]:
-        """Values that change whenever the weights of the site do."""
+        """Return values that differ whenever a weight of the layer has changed, so that folded weights are made
+        anew."""
 
     def gates(self, *, sampled: bool = False) -> Tensor:
-        """The masks z `[experts, in]`."""
+        """Return the masks z `[experts, in]` of all experts; drawn at random with `sampled`."""
 
     def folded(self, alpha: Tensor) -> Tensor:
-        """`W + W_δ diag(Σ_i α_i z_i)` `[out, in]` for α `[experts]`."""
+        """Compute the folded weight `W + W_δ diag(Σ_i α_i z_i)` `[out, in]` for mixing weights α `[experts]`."""
 
 
 class Mixture:
@@ -68,13 +69,13 @@ class Mixture:
         return found[1]
 
     def forget(self) -> None:
-        """Drop every folded weight, and keep α."""
+        """Drop every folded weight; the mixing weights α stay."""
         self._made.clear()
         self.calls = 0
 
     @property
     def folded(self) -> int:
-        """How many layers have folded weights."""
+        """Number of layers whose folded weights are held."""
         return sum(what == "folded" for what, _ in self._made)
 
 
@@ -195,7 +196,7 @@ class Interpolation(CustomLayer):
         return logits.float().softmax(-1)
 
     def set_alpha(self, alpha: Tensor, index: Tensor | None = None) -> None:
-        """Use these α from now on, in this thread."""
+        """Use these mixing weights α from now on in the calling thread, instead of those that the router finds."""
         self._use(Mixture(alpha, index))
 
     def _use(self, mixture: Mixture) -> None:
@@ -348,11 +349,11 @@ def _ends(tokens: Tensor, given: Mapping[str, object], *, whole: bool) -> Tensor
 
 
 def interpolation_of(model: nn.Module) -> Interpolation | None:
-    """The router of a model that has one."""
+    """Find the SIMoE router of a model; `None` if it has none."""
     return next((module for module in model.modules() if isinstance(module, Interpolation)), None)
 
 
 def weigh_equally(model: nn.Module) -> None:
-    """Weigh all experts of a model equally, whatever the prompt."""
+    """Give all experts of a SIMoE model equal weights, whatever the prompt is."""
     if (interpolation := interpolation_of(model)) is not None:
         interpolation.hold(torch.full((1, interpolation.experts), 1 / interpolation.experts, device="cpu"))
