@@ -52,7 +52,7 @@ class _StoredParts:
         return rows.view(form.shape).to(parts[form.parts[0]].device)
 
 
-class DecodingConversion(WeightConverter):  # type: ignore[misc]
+class DecodingConversion(WeightConverter):
     """A conversion of transformers' loader, or none, of matrices that are decoded first."""
 
     def __init__(self, parts: _StoredParts, inner: WeightConverter | None) -> None:
