@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VOCABULARY = 2048
 LENGTH = 128
 BATCH = 16
-STEPS = 220
+STEPS = 200
 LEARNING_RATE = 4e-3
 TUNING_RATE = 1e-3  # of what was trained before
 SIZES = {

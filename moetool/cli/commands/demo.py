@@ -1,6 +1,7 @@
 """Command line of `moetool demo`: trains, upcycles, compresses and evaluates a small model."""
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.cli.display import AsJson, Display, print_json, print_table
 from moetool.cli.generate import builder
 from moetool.cli.next_step import try_next
+from moetool.compiled import compiler
 from moetool.convert.results import ConversionResult
 from moetool.errors import InterruptedRunError, UsageError
 from moetool.job.checks import output_directory
@@ -29,6 +31,13 @@ COMPRESSIONS: tuple[tuple[str, float, dict[str, object]], ...] = (
     ("hybrid", 0.75, {"group_size": 32}),
 )
 _MARKER = ".moetool-demo"
+
+
+class _Bars(Display):
+    """Progress without the messages of each command, which are about models larger than the demo's."""
+
+    def log(self, message: str) -> None:
+        """Show nothing."""
 
 
 @builder()
@@ -82,19 +91,21 @@ def _from_the_start(output: Path) -> Iterator[None]:
 
 def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:
     display.log("Training a small Llama on Python's own documentation.")
-    dense, train_text, held_out = demo.make_dense(output, steps, seed, display)
+    threading.Thread(target=compiler.problem, daemon=True).start()  # the kernels that the compressed models run on
+    bars = _Bars()
+    dense, train_text, held_out = demo.make_dense(output, steps, seed, bars)
     evaluation = EvaluationOptions(data=str(held_out), sequence_length=demo.LENGTH)
     text = {"calibration": str(train_text), "mix": 0.0, "sequence_length": demo.LENGTH, "seed": seed}
     rows: list[demo.DemoModel] = []
 
     def add(path: Path, description: str) -> None:
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        score = perplexity(str(path), evaluation, display)
+        score = perplexity(str(path), evaluation)
         rows.append(demo.DemoModel(path.name, size, score.perplexity, description))
 
     def stage(name: str, source: Path, target: Path, **more: object) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})
-        return run_stage(stages()[name], source, target, options, progress=display)
+        return run_stage(stages()[name], source, target, options, progress=bars)
 
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")
@@ -103,17 +114,17 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.Dem
     assert isinstance(told, ConversionResult)
     assert told.proof is not None
     add(upcycled, f"upcycled, 8 experts: logits differ by {told.proof.relative_logit_error:.0e}")
-    more = max(1, steps // 2)
+    more = max(1, steps * 3 // 10)
     display.log(f"Fine-tuning both for {more} steps.")
-    demo.tune(dense, output / "dense-tuned", train_text, more, seed, display)
+    demo.tune(dense, output / "dense-tuned", train_text, more, seed, bars)
     add(output / "dense-tuned", f"the dense model after {more} more steps")
     tuned = output / "mixture"
-    demo.tune(upcycled, tuned, train_text, more, seed, display)
+    demo.tune(upcycled, tuned, train_text, more, seed, bars)
     add(tuned, f"the upcycled model after {more} more steps")
     for method, ratio, own in COMPRESSIONS:
         display.log(f"Compressing it by {ratio:.0%} with --method {method}.")
         target = output / f"{method}-{ratio * 100:.0f}"
-        sizes = stage(method, tuned, target, ratio=ratio, samples=64, **own).sizes
+        sizes = stage(method, tuned, target, ratio=ratio, samples=32, **own).sizes
         assert sizes is not None
         add(target, f"that one, {sizes.achieved_ratio:.1%} smaller")
     return rows
