@@ -7,15 +7,9 @@
 //
 // Decoding to fp32 takes longer than memory does. Where it may, a product of plain codes is one of whole numbers
 // (`whole.h`); for a token that is not finite it is not.
-#include <vector>
-#include "matrices.h"
 #include "sparse.h"
 #include "trellis_rows.h"
-#include "whole.h"
-
-constexpr int TOKENS = 4;
-// Tokens of one expert: their inputs and outputs.
-struct Batch { int tokens; const float* x[TOKENS]; float* y[TOKENS]; };
+#include "work.h"
 
 // y[row] += M[row] · x for B calls of `decode` from q on, all groups.
 template <Form F, int N, int B> static inline void dot(const Operand m, long q, const Batch& batch) {
@@ -188,12 +182,6 @@ static void product(const Operand& m, long begin, long end, const Batch& batch) 
 }
 
 // --------------------------------------------------------------------------------------------------------------- work
-struct Piece {
-  const Operand* matrix;
-  long begin, end;
-  Batch batch;
-  const Whole* whole[TOKENS];  // the inputs in whole numbers, if the matrix wants them
-};
 static void product(const Piece& p) {
   if (!p.whole[0]) return product(*p.matrix, p.begin, p.end, p.batch);
   Batch rest{};
@@ -228,53 +216,19 @@ static void cut(std::vector<Piece>& pieces, const Operand& m, const Batch& batch
     pieces.push_back(piece);
   }
 }
-// The inputs of pairs in whole numbers, of every size of a block that a matrix wants.
-struct Wholes {
-  std::vector<Whole> found;       // [pairs, BLOCKS]
-  std::vector<long> wanted;       // of these
-  std::vector<uint8_t> is_wanted, memory;
-  long columns = 0;
-
-  void begin(long pairs, long in) {
-    columns = in;
-    wanted.clear();
-    is_wanted.assign(pairs * BLOCKS, 0);
-    found.resize(pairs * BLOCKS);
-  }
-  const Whole* want(long pair, int block) {
-    const long index = pair * BLOCKS + block;
-    if (!is_wanted[index]) wanted.push_back(index);
-    is_wanted[index] = 1;
-    return &found[index];
-  }
-  uint8_t* place(long i) { return memory.data() + (64 - (uintptr_t)memory.data() % 64) + i * whole_bytes(columns); }
-  void make_room() {
-    const size_t size = 64 + wanted.size() * whole_bytes(columns);
-    if (memory.size() < size) memory.resize(size);
-  }
-  void make(const float* x, long i) {
-    const long index = wanted[i];
-    found[index] = in_whole_numbers(x + index / BLOCKS * columns, columns, FINEST << index % BLOCKS, place(i));
-  }
-};
-
-// y[p] = M(experts[p]) · x[p] for every pair p. `table` has an Expert per row; experts outside 0 … count - 1 give zeros.
-// If it `may_round`, inputs are rounded to whole numbers where that is faster.
-extern "C" void moetool_routed(const Expert* table, long count, const int64_t* experts, long pairs, const float* x,
-                               long in, float* y, long out, int threads, int may_round) {
-  // Kept from call to call: a token makes hundreds.
-  static thread_local std::vector<long> order;
-  static thread_local std::vector<float> between;
-  static thread_local std::vector<Piece> stages[1 + TERMS];
-  static thread_local Wholes wholes;
+void Work::plan(const Expert* table, long count, const int64_t* experts, long pairs, const long* inputs, const float* x, long in,
+                float* y, long out, bool may_round) {
+  this->x = x, this->y = y, this->pairs = pairs, this->out = out;
+  const auto input = [inputs](long pair) { return inputs ? inputs[pair] : pair; };
+  long inner = 0, last = 0;
   order.clear();
   for (auto& stage : stages) stage.clear();
-  wholes.begin(pairs, in);
-  for (long p = 0; p < pairs; p++)
+  for (long p = 0; p < pairs; p++) {
+    last = std::max(last, input(p) + 1);
     if (experts[p] >= 0 && experts[p] < count) order.push_back(p);
-  std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return experts[a] < experts[b]; });
-  std::fill(y, y + pairs * out, 0.f);
-  long inner = 0;
+  }
+  wholes.begin(last, in);
+  std::stable_sort(order.begin(), order.end(), [experts](long a, long b) { return experts[a] < experts[b]; });
   for (const long p : order)
     for (const Term& t : table[experts[p]].terms)
       if (t.last.form) inner = std::max(inner, (long)t.first.rows);
@@ -284,7 +238,7 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
     const size_t first = i;
     Batch batch{};
     for (const int64_t own = experts[order[i]]; i < order.size() && batch.tokens < TOKENS && experts[order[i]] == own; i++) {
-      batch.x[batch.tokens] = x + order[i] * in;
+      batch.x[batch.tokens] = x + input(order[i]) * in;
       batch.y[batch.tokens++] = y + order[i] * out;
     }
     for (int t = 0; t < TERMS; t++) {
@@ -292,7 +246,7 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
       if (!term.first.form) continue;
       const int block = may_round ? block_of(term.first) : -1;
       const Whole* whole[TOKENS] = {};
-      for (int n = 0; block >= 0 && n < batch.tokens; n++) whole[n] = wholes.want(order[first + n], block);
+      for (int n = 0; block >= 0 && n < batch.tokens; n++) whole[n] = wholes.want(input(order[first + n]), block);
       if (!term.last.form) { cut(stages[1 + t], term.first, batch, whole); continue; }
       Batch inward = batch, outward = batch;
       for (int n = 0; n < batch.tokens; n++)
@@ -302,17 +256,24 @@ extern "C" void moetool_routed(const Expert* table, long count, const int64_t* e
     }
   }
   wholes.make_room();
-  // Other threads have none of what is this one's own.
-  const std::vector<Piece>* const all = stages;
-  Wholes* const rounded = &wholes;
-#pragma omp parallel num_threads(threads)
-  {
+}
+void Work::share() {
+#pragma omp for nowait
+  for (long p = 0; p < pairs; p++) std::fill(y + p * out, y + (p + 1) * out, 0.f);
 #pragma omp for
-    for (long i = 0; i < (long)rounded->wanted.size(); i++) rounded->make(x, i);
-    for (int stage = 0; stage < 1 + TERMS; stage++) {
-      if (all[stage].empty()) continue;
+  for (long i = 0; i < (long)wholes.wanted.size(); i++) wholes.make(x, i);
+  for (const auto& stage : stages) {
+    if (stage.empty()) continue;
 #pragma omp for schedule(dynamic)
-      for (long i = 0; i < (long)all[stage].size(); i++) product(all[stage][i]);
-    }
+    for (long i = 0; i < (long)stage.size(); i++) product(stage[i]);
   }
+}
+
+extern "C" void moetool_routed(const Expert* table, long count, const int64_t* experts, long pairs, const float* x,
+                               long in, float* y, long out, int threads, int may_round) {
+  static thread_local Work own;
+  Work& work = own;  // other threads have none of what is this one's own
+  work.plan(table, count, experts, pairs, nullptr, x, in, y, out, may_round);
+#pragma omp parallel num_threads(threads)
+  work.share();
 }

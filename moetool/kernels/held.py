@@ -1,12 +1,15 @@
 """Whether tensors still are where they were when their addresses were written down."""
 
-from collections.abc import Iterable
-from operator import is_
+from collections.abc import Collection, Iterable
+from operator import attrgetter, is_
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moetool.representations.base import Weight
 from moetool.representations.operand import Products
+
+_DTYPE = attrgetter("dtype")
 
 
 class Held:
@@ -18,37 +21,37 @@ class Held:
 
     def __init__(self, holders: Iterable[nn.Module]) -> None:
         holders = list(holders)
-        self._tensors = [
-            (tensors, name, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride())
-            for holder in holders
-            for tensors in (holder._parameters, holder._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
+        stores = [store for holder in holders for store in (holder._parameters, holder._buffers) if store]
+        self._stores, self._found = stores, [tensor for store in stores for tensor in store.values()]
+        self._tensors = [tensor for tensor in self._found if tensor is not None]
+        self._places = self._now()
         self._modules = [(holder._modules, list(holder._modules.values())) for holder in holders if holder._modules]
         self._derived = [(own, derived) for own in holders if isinstance(own, Weight) and (derived := own.derived())]
 
+    def _now(self) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
+        """Addresses, strides and dtypes. By `map`: every layer asks for every token."""
+        tensors = self._tensors
+        return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], [*map(_DTYPE, tensors)]
+
     def is_current(self) -> bool:
         """Whether all tensors are still the ones that were looked at."""
-        for tensors, name, tensor, address, dtype, stride in self._tensors:
-            if (
-                tensors.get(name) is not tensor
-                or tensor.data_ptr() != address
-                or tensor.dtype != dtype
-                or tensor.stride() != stride
-            ):
-                return False
-        return all(
-            len(modules) == len(before) and all(map(is_, modules.values(), before)) for modules, before in self._modules
-        ) and all(
-            len(now := own.derived()) == len(before) and all(map(is_, now, before)) for own, before in self._derived
+        found = [tensor for store in self._stores for tensor in store.values()]
+        return (
+            _are_same(found, self._found)
+            and self._now() == self._places
+            and all(_are_same(modules.values(), before) for modules, before in self._modules)
+            and all(_are_same(own.derived(), before) for own, before in self._derived)
         )
 
     def memories(self) -> set[int]:
         """Addresses at which the memory of the held tensors begins."""
-        stored = [tensor for _, _, tensor, *_ in self._tensors]
+        stored = [*self._tensors]
         stored += [tensor for _, derived in self._derived for tensor in derived]
         return {tensor.untyped_storage().data_ptr() for tensor in stored}
+
+
+def _are_same(now: Collection[object], before: Collection[object]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def are_held(matrices: Iterable[Products], holders: Iterable[Held]) -> bool:

@@ -83,6 +83,13 @@ def activation_between(native: Any) -> Between:
     return OwnGate(native)
 
 
+def is_silu(act_fn: Between) -> bool:
+    """Whether gate and up become silu(gate) · up."""
+    from transformers.activations import ACT2CLS
+
+    return act_fn is F.silu or type(act_fn) in (nn.SiLU, ACT2CLS["silu"])
+
+
 def activated(act_fn: Between, values: Sequence[Tensor]) -> Tensor:
     """`act(gate) · up`, or without a gate `act(up)`; or what a family computes instead."""
     if isinstance(act_fn, OwnGate):

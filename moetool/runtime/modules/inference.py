@@ -18,14 +18,16 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.errors import UsageError
+from moetool.kernels.block import Block
 from moetool.kernels.held import Held
 from moetool.kernels.products import is_packed, linear, routed, tokens_met_once
 from moetool.kernels.table import Table
 from moetool.numerics.rotation import Rotation
 from moetool.representations.operand import Products
-from moetool.runtime.modules.fused import Between, activated
+from moetool.runtime.modules.fused import Between, activated, is_silu
 
 _STEP = 16  # tokens
+_ALL = 1 << 30  # tokens: any number
 _FEW = 8  # tokens per expert up to which decoding while multiplying is faster than unpacking once
 
 
@@ -94,6 +96,7 @@ class _Stage:
 
     Attributes:
         roles: what they are the matrices of, of one shape.
+        table: of all of them.
         joined: up to how many tokens the base is multiplied in the same go, 0 if never.
         uses_base: [roles, experts, 1], None where all are deltas.
     """
@@ -104,7 +107,7 @@ class _Stage:
         self.joined = min((few_tokens(base) for base in bases), default=0) if len(bases) == len(roles) else 0
         each = [[*own.table.products, *(own.base.products if self.joined and own.base else ())] for own in roles]
         self._experts = len(roles[0].table.products)
-        self._table = Table([products for own in each for products in own], shape, ())
+        self.table = Table([products for own in each for products in own], shape, ())
         device = roles[0].uses_base.device
         self._starts = torch.arange(len(roles), device=device)[:, None, None] * len(each[0])
         has_base = all(own.base is not None for own in roles)
@@ -113,7 +116,7 @@ class _Stage:
 
     def outside(self) -> int:
         """An expert number that stands for no expert in any role."""
-        return -len(self._table.products)
+        return -len(self.table.products)
 
     def __call__(self, chosen: Tensor, inputs: Tensor) -> Tensor:
         """Experts' numbers `[tokens, k]`, inputs `[tokens, k, in]` or one more for the base → `[roles, tokens, …, out]`
@@ -122,8 +125,8 @@ class _Stage:
         if count > chosen.shape[1]:
             chosen = F.pad(chosen, (0, 1), value=self._experts)
         given = inputs.expand(len(self.roles), tokens, count, columns).reshape(-1, columns)
-        found = routed(self._table, (chosen + self._starts).view(-1), given)
-        return found.view(len(self.roles), tokens, count, self._table.shape[0])
+        found = routed(self.table, (chosen + self._starts).view(-1), given)
+        return found.view(len(self.roles), tokens, count, self.table.shape[0])
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ class KernelExperts:
         self._experts = len(roles["down"].table.products)
         self._first = _Stage([own for _, own in self._entering()], joins=channels is None)
         self._second = _Stage([roles["down"]], joins=channels is None and base_down is None)
+        self._block = self._in_one_call() if channels is None and base_down is None else None
 
     def is_current(self, chosen: Tensor | None = None) -> bool:
         """Whether all tensors are where they were, or those that tokens need that chose so. For a few tokens the
@@ -182,10 +186,25 @@ class KernelExperts:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
         experts that are not here count as nothing."""
         few = chosen.numel() <= _FEW * min(self._experts, chosen.numel())
+        if few and self._block is not None and len(hidden) <= self._block[1]:
+            turn = self.roles["up"].turn  # gate, too
+            return self._block[0](hidden if turn is None else turn(hidden.float()), chosen, weights).to(hidden.dtype)
         outside = chosen != chosen.clamp(0, self._experts - 1)
         weights = weights.float().masked_fill(outside, 0).reshape(-1, 1)
         chosen = chosen.masked_fill(outside, self._first.outside())
         return (self._few if few else self._many)(hidden, chosen, weights).to(hidden.dtype)
+
+    def _in_one_call(self) -> tuple[Block, int] | None:
+        """All of it as one call, and for how many tokens at most, where kernels have what is between the matrices."""
+        first, second, down = self._first, self._second, self.roles["down"]
+        biased = any(own.bias is not None for own in self.roles.values())
+        if not is_silu(self._act_fn) or biased or down.turn is not None or down.uses_base.device.type != "cpu":
+            return None
+        most = [stage.joined for stage in (first, second) if any(own.base for own in stage.roles)]
+        uses = [own.uses_base for own in (*first.roles, down)]
+        return Block(first.table, second.table, (bool(first.joined), bool(second.joined)), uses), min(
+            most, default=_ALL
+        )
 
     def _few(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         tokens, k = chosen.shape

@@ -1,0 +1,83 @@
+"""Experts of a layer on a few tokens in one call of the compiled C++."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moetool.compiled.compiler import library, threads
+from moetool.kernels import rounding
+from moetool.kernels.operands import NUMBERS
+from moetool.kernels.table import Table
+
+
+class _Block(ctypes.Structure):
+    """As block.cpp has it."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("roles", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("is_based", ctypes.c_int64 * 2),
+        ("uses", ctypes.c_void_p),
+        ("hidden", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+    )
+
+
+class Block:
+    """Experts with silu between their matrices and without biases, on a processor.
+
+    Valid as long as the matrices of both tables are where they are.
+    """
+
+    def __init__(self, first: Table, second: Table, bases: tuple[bool, bool], uses_base: Sequence[Tensor]) -> None:
+        """Note where everything lies.
+
+        Args:
+            first: the gates of all experts, and then the base; after these `up` in the same way; or `up` alone.
+            second: `down` in the same way.
+            bases: whether the base is there, in the first and in the second table.
+            uses_base: [experts, 1] fp32 by role, as the tables have them: 1 for a delta to the base, 0 for a matrix.
+        """
+        self._tables = first, second
+        self._uses = torch.cat([uses.reshape(-1) for uses in uses_base]).contiguous()
+        experts = len(uses_base[0])
+        self._block = _Block(
+            first.address,
+            second.address,
+            len(uses_base) - 1,
+            experts,
+            (ctypes.c_int64 * 2)(*bases),
+            None if bool(self._uses.all()) else self._uses.data_ptr(),
+            first.shape[1],
+            first.shape[0],
+        )
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of what the chosen experts give: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` →
+        `[tokens, hidden]`, in the dtype of `hidden` if kernels know that, else in fp32. Numbers of experts that are not
+        here count as nothing."""
+        hidden, weights = _read(hidden), _read(weights)
+        chosen = chosen.to(torch.int64).contiguous()
+        output = torch.empty_like(hidden)
+        library().moetool_block(
+            ctypes.byref(self._block),
+            ctypes.c_void_p(hidden.data_ptr()),
+            ctypes.c_int64(NUMBERS[hidden.dtype]),
+            ctypes.c_void_p(chosen.data_ptr()),
+            ctypes.c_void_p(weights.data_ptr()),
+            ctypes.c_int64(NUMBERS[weights.dtype]),
+            *map(ctypes.c_long, chosen.shape),
+            ctypes.c_void_p(output.data_ptr()),
+            ctypes.c_int(threads()),
+            ctypes.c_int(rounding.is_allowed()),
+        )
+        return output
+
+
+def _read(values: Tensor) -> Tensor:
+    """Numbers as kernels read them, one after the other."""
+    return (values if values.dtype in NUMBERS else values.float()).contiguous()
