@@ -8,6 +8,7 @@ arrive; afterwards the model is an ordinary float model that generates, trains, 
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,8 +200,25 @@ class MoetoolQuantizer(HfQuantizer):
         return conversions if self._checkpoint is None else decoding(conversions, self._checkpoint)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """The dtype to read a tensor in: its own (`None`) where it is decoded."""
-        return None if isinstance(converter, DecodingConversion) else super().get_new_dtype(converter, param, dtype)
+        """The dtype to read a tensor in: its own (`None`) where it is decoded.
+
+        Raises:
+            InvalidInputError: the loader would take codes for the numbers that they stand for.
+        """
+        if isinstance(converter, DecodingConversion):
+            return None
+        if self._checkpoint is not None and (names := self._coded & set(converter.source_patterns)):
+            raise InvalidInputError(
+                f"{min(names)} is in few bits, which transformers would take for the numbers that they stand for: its "
+                "name is none that the family has on disk. Give tensors the names of their family."
+            )
+        return super().get_new_dtype(converter, param, dtype)
+
+    @cached_property
+    def _coded(self) -> set[str]:
+        """Names of the tensors in the files that are to be decoded."""
+        forms = {} if self._checkpoint is None else self._checkpoint.forms
+        return {part for form in forms.values() for part in form.parts}
 
     def _replace_experts(self, model: "PreTrainedModel", config: Settings) -> None:
         architecture = architecture_of(config)

@@ -15,9 +15,12 @@ from stored_bits import save_compressed_tensors, save_fp8, save_mxfp4
 from stored_words import save_awq, save_bitsandbytes, save_gptq, save_nvfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import WeightRenaming
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
 from moetool.job.job import Source
+from moetool.runtime.building import quantizer_of
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": True}
 SAVED: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
@@ -78,8 +81,8 @@ def kept_names(source: Path) -> set[str]:
     return {name for name in tensors_of(source) if ".experts." not in name and not name.endswith(unread)}
 
 
-def logits(path: Path) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+def logits(path: Path, **options: Any) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
     with torch.no_grad():
         found: Tensor = model(torch.arange(24).view(1, -1)).logits
     return found
@@ -132,6 +135,25 @@ def test_saved_again_it_is_in_the_model_s_dtype(fp8: tuple[Path, Path, Path], tm
     assert weights(tmp_path / "kept") == weights(tmp_path / "wide")
     entries = [config_of(tmp_path / path.name)["quantization_config"] for path in (kept, wide)]
     assert entries[0] == entries[1]
+
+
+def test_layers_can_be_offloaded_to_disk(fp8: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, kept, wide = fp8
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "disk"}
+    places |= {"model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    found = [logits(path, device_map=places, offload_folder=tmp_path / path.name) for path in (kept, wide)]
+    assert torch.equal(*found)
+
+
+def test_codes_are_never_taken_for_numbers(fp8: tuple[Path, Path, Path]) -> None:
+    """transformers falls back on the name in the file where its renamings lead to no parameter."""
+    quantizer: Any = quantizer_of(config_of(fp8[1]))
+    quantizer._checkpoint = Checkpoint.open(fp8[1])
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with pytest.raises(InvalidInputError, match=f"{name} is in few bits"):
+        quantizer.get_new_dtype(WeightRenaming(name, name), torch.zeros(1), torch.bfloat16)
+    other = "model.norm.weight"
+    assert quantizer.get_new_dtype(WeightRenaming(other, other), torch.zeros(1), torch.bfloat16) == torch.bfloat16
 
 
 def test_damage_to_what_is_kept_is_found(run_cli: Any, fp8: tuple[Path, Path, Path], tmp_path: Path) -> None:
