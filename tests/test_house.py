@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"convert", "bases"}),
     frozenset({"compress", "reduce", "upcycle", "moefy", "tune", "measure"}),
     frozenset({"export", "repair"}),
-    frozenset({"stages", "demo"}),
+    frozenset({"stages", "demo", "talk"}),
     frozenset({"compare", "report"}),
     frozenset({"cli"}),
     frozenset({"__main__", ROOT}),

@@ -21,6 +21,8 @@ EXAMPLES = {
     "eval": "eval smaller --data held-out.txt --against mistralai/Mixtral-8x7B-v0.1",
     "compare": f"compare mixture --methods d2moe,hybrid --ratios 0.4,0.75 {_TEXT} --data held-out.txt --plot size.svg",
     "generate": 'generate smaller "The first thing to do is" --max-new-tokens 20',
+    "chat": 'chat smaller --system "Answer briefly." --temperature 0.7',
+    "serve": "serve smaller --port 8000",
     "routing": "routing mixture --data text.txt,held-out.txt --plot routing.png",
     "bench": "bench smaller --against mistralai/Mixtral-8x7B-v0.1",
     "inspect": "inspect smaller --analysis --plot analysis.svg",
@@ -46,5 +48,7 @@ MAIN = {
     "prune-base": ("--ratio", "--dry-run"),
     "quantize-delta": ("--bits", "--calibration", "--dry-run"),
     "sparsify-delta": ("--drop", "--select", "--dry-run"),
+    "chat": ("--system", "--max-tokens", "--temperature", "--seed"),
+    "serve": ("--host", "--port"),
     "export": ("--format", "--type", "--bits", "--expert", "--dry-run"),
 }

@@ -39,9 +39,9 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "seqlen": ("--sequence-length",),
         "seq-len": ("--sequence-length",),
         "max-seq-length": ("--sequence-length",),
-        "max-length": ("--sequence-length", "--max-new-tokens"),
+        "max-length": ("--sequence-length", "--max-new-tokens", "--max-tokens"),
         "context": ("--sequence-length",),
-        "ctx-size": ("--sequence-length",),
+        "ctx-size": ("--sequence-length", "--context"),
         "iters": ("--refine", "--steps"),
         "max-steps": ("--steps",),
         "lr": ("--learning-rate",),
@@ -59,8 +59,12 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "config": ("--preset",),
         "recipe": ("--preset",),
         "prompt": ("PROMPT",),
-        "n-predict": ("--max-new-tokens",),
+        "n-predict": ("--max-new-tokens", "--max-tokens"),
         "max-tokens": ("--max-new-tokens",),
+        "max-new-tokens": ("--max-tokens",),
+        "n-ctx": ("--context",),
+        "max-model-len": ("--context",),
+        "system-prompt": ("--system",),
     }
 )
 _INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")

@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("evaluate", "Perplexity of models on a text, and their scores on tasks."),
     "compare": ("compare", "Several methods at several ratios on one table: bytes, loss, KL, time, memory."),
     "generate": ("generate", "Let a model go on after a prompt, or answer it."),
+    "chat": ("chat", "Talk with a model, which answers as it generates."),
+    "serve": ("serve", "Serve a model to programs, by OpenAI's API."),
     "routing": ("routing", "Which experts a model chooses on which text."),
     "bench": ("bench", "Speed, memory and FLOPs of a model, beside another's: load, prefill, decode."),
     "inspect": ("inspect", "What a checkpoint holds: layers, experts, ranks, parameters, bytes."),
@@ -42,9 +44,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 # In the order of --help; stages that are not named come last.
 COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
-    "Make": ("upcycle", "moefy", "tune", "compress", "repair", "export"),
+    "Make": ("upcycle", "moefy", "tune", "compress", "repair", "export", "push"),
     "Measure": ("eval", "compare", "bench", "routing", "inspect", "verify", "report"),
-    "Use": ("generate", "push"),
+    "Run": ("chat", "serve", "generate"),
     "Find out": ("demo", "recommend", "doctor", "list"),
     "Compress step by step": ("fisher-merge", "decompose", "svd-compress", "prune-base"),
 }

@@ -49,6 +49,8 @@ REQUIRED: dict[str, tuple[str, str | None, str]] = {
 EXTRAS: dict[str, tuple[str, str, str | None, str]] = {
     "matplotlib": ("plots", "3.9", "3.11.2", "pictures: --plot, and the charts of report"),
     "bitsandbytes": ("bitsandbytes", "0.46", "0.50.2", "tune --quantize-base nf4 and int8 (QLoRA)"),
+    "fastapi": ("serve", "0.115", "0.165.0", "serve"),
+    "llama-cpp-python": ("llama-cpp", "0.3.16", None, "chat and serve with .gguf files"),
     "vllm": ("vllm", "0.28", None, "compressed experts in vLLM"),
     "lm-eval": ("tasks", "0.4.13", "0.4.13", "eval --tasks"),
     "gguf": ("gguf", "0.17", "0.19.0", "export --format gguf"),

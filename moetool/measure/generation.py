@@ -16,16 +16,16 @@ from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
-from moetool.measure.options import LoadedOptions
+from moetool.measure.options import GeneratingOptions
 from moetool.measure.results import Generation, SynthesisResult
 from moetool.runtime.modules.moefied import set_keep
-from moetool.runtime.synthesis import Synthesis, apply_synthesis
+from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 
-class GenerationOptions(LoadedOptions):
+class GenerationOptions(GeneratingOptions):
     """Options of `moetool generate`: length, sampling, chat template and how the model is loaded."""
 
     max_new_tokens: int = Field(
@@ -35,11 +35,6 @@ class GenerationOptions(LoadedOptions):
     seed: int = Field(0, ge=0, lt=2**63, description="Of what is drawn.")
     chat: Literal["auto", "never"] = Field(
         "auto", description="Give the prompt as a user's message where the tokenizer has a chat template."
-    )
-    synthesize: Synthesis = Field(
-        "auto",
-        description="Make a compressed model's experts dense when it is loaded (needs the original's memory) or as "
-        "they run (auto: as they run, where kernels do that faster than dense ones would).",
     )
 
 
@@ -58,22 +53,12 @@ def generate(
         ResourceError: there is too little memory for the model.
         VerificationError: it gives NaN or infinity.
     """
-    from moetool.measure.loading import load_for, stored_dtype
-
-    checkpoint = Checkpoint.open(path)
-    if is_encoder(checkpoint.config):
-        raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
+    checkpoint = open_to_generate(path)
     tokenizer = load_tokenizer(checkpoint.path)
     ids = _encode(tokenizer, prompt, options.chat)
     check_tokens(ids, checkpoint.settings)
     options = _fit(options, ids.shape[1], context_length(checkpoint.settings), path)
-    dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
-    model = load_for(checkpoint, options.device, dtype, progress)
-    synthesis = apply_synthesis(model, options.synthesize, few_tokens=True)
-    if synthesis.needed:
-        progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
-    if options.keep is not None:
-        set_keep(model, options.keep)
+    model, synthesis = load_to_generate(checkpoint, options, progress)
     start = time.perf_counter()
     output = _go_on(model, tokenizer, ids, options, write)
     seconds = time.perf_counter() - start
@@ -89,6 +74,35 @@ def generate(
         synthesized=synthesis.chosen,
         synthesis=SynthesisResult.of(synthesis),
     )
+
+
+def open_to_generate(path: str) -> Checkpoint:
+    """A checkpoint that predicts the next token. Raises `UsageError` for an encoder, else as `Checkpoint.open`."""
+    checkpoint = Checkpoint.open(path)
+    if is_encoder(checkpoint.config):
+        raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
+    return checkpoint
+
+
+def load_to_generate(
+    checkpoint: Checkpoint, options: GeneratingOptions, progress: Progress = SILENT
+) -> tuple["PreTrainedModel", SynthesisChoice]:
+    """A model in the dtype that it is stored in, run as the options say; and when its experts were made dense, and why.
+
+    Raises:
+        UsageError: the options do not fit the model.
+        ResourceError, InvalidInputError: as `load_for`.
+    """
+    from moetool.measure.loading import load_for, stored_dtype
+
+    dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
+    model = load_for(checkpoint, options.device, dtype, progress)
+    synthesis = apply_synthesis(model, options.synthesize, few_tokens=True)
+    if synthesis.needed:
+        progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
+    if options.keep is not None:
+        set_keep(model, options.keep)
+    return model, synthesis
 
 
 _WHEN = {"load": "dense when loaded", "on-the-fly": "as they run"}
@@ -145,18 +159,10 @@ def _go_on(
     write: Callable[[str], None] | None,
 ) -> torch.Tensor:
     """The prompt's ids and the new ones `[1, all]`."""
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import TextStreamer
 
     torch.manual_seed(options.seed)
-    drawn = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
-    given = model.generation_config
-    config = GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
-        eos_token_id=given.eos_token_id,
-        pad_token_id=given.pad_token_id if given.pad_token_id is not None else tokenizer.eos_token_id,
-        bos_token_id=given.bos_token_id,
-        **drawn,
-    )
+    config = generation_config(model, tokenizer, options.max_new_tokens, options.temperature)
     streamer = None
     if write is not None:
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -167,11 +173,28 @@ def _go_on(
         attention_mask=torch.ones_like(ids),
         generation_config=config,
         streamer=streamer,
-        logits_processor=[_only_numbers],
+        logits_processor=[only_numbers],
     ).cpu()
 
 
-def _only_numbers(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def generation_config(
+    model: "PreTrainedModel", tokenizer: Tokenizer, new_tokens: int, temperature: float
+) -> "GenerationConfig":
+    """A model's own end and padding, and of what else its `generation_config.json` says nothing."""
+    from transformers import GenerationConfig
+
+    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    given = model.generation_config
+    return GenerationConfig(
+        max_new_tokens=new_tokens,
+        eos_token_id=given.eos_token_id,
+        pad_token_id=given.pad_token_id if given.pad_token_id is not None else tokenizer.eos_token_id,
+        bos_token_id=given.bos_token_id,
+        **drawn,
+    )
+
+
+def only_numbers(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Logits as they are. Raises `VerificationError` if no token can be told from them."""
     if bool((logits.isnan() | logits.isposinf()).any()):
         raise VerificationError(

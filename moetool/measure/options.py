@@ -31,3 +31,13 @@ class EvaluatedOptions(LoadedOptions):
         description="Make a compressed model's experts dense when it is loaded (fast, needs the original's memory) or "
         "as they run (auto: when loaded, if deltas are quantized or sparse and the experts fit in memory).",
     )
+
+
+class GeneratingOptions(LoadedOptions):
+    """Options of commands that run a model token by token."""
+
+    synthesize: Synthesis = Field(
+        "auto",
+        description="Make a compressed model's experts dense when it is loaded (needs the original's memory) or as "
+        "they run (auto: as they run, where kernels do that faster than dense ones would).",
+    )

@@ -1,0 +1,75 @@
+"""`moetool chat`."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from moetool.cli import next_step
+from moetool.cli.display import Display
+from moetool.cli.generate import build_options, builder
+from moetool.errors import MoetoolError
+from moetool.talk.checkpoint import CheckpointTalker
+from moetool.talk.conversation import Answer, Conversation, Talker
+from moetool.talk.gguf import GgufTalker
+from moetool.talk.options import ChatOptions, check_options, gguf_file
+
+_EXIT, _RESET = "/exit", "/reset"
+
+
+@builder(ChatOptions)
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint of any kind, or a .gguf file.", show_default=False)],
+    **typed: object,
+) -> None:
+    """The command."""
+    options, display = build_options(ChatOptions, typed), Display()
+    talker = _load(model, options, display)
+    conversation, is_terminal = Conversation(talker, options.system), sys.stdin.isatty()
+    if is_terminal:
+        display.log(f"{_RESET} begins a new conversation, {_EXIT} ends; Ctrl-C breaks an answer off.")
+    answers: list[Answer] = []
+    for text in _typed() if is_terminal else map(str.strip, sys.stdin):
+        if text == _EXIT:
+            break
+        if text == _RESET:
+            conversation.reset()
+        elif text:
+            try:
+                answers.append(conversation.say(text, _write))
+            except (MoetoolError, KeyboardInterrupt) as error:
+                if not is_terminal:
+                    raise
+                display.log(f"error: {error}" if isinstance(error, MoetoolError) else "\nbroken off")
+            print(flush=True)
+    if answers:
+        tokens, seconds = sum(own.tokens for own in answers), sum(own.seconds for own in answers)
+        display.log(
+            f"{len(answers)} answer{'s' * (len(answers) > 1)}, {tokens} tokens, {tokens / seconds:.1f} per second."
+        )
+    next_step.tell(next_step.line("serve", model))
+
+
+def _load(model: str, options: ChatOptions, display: Display) -> Talker:
+    file = gguf_file(model)
+    check_options(model, file, options)
+    talker: Talker = CheckpointTalker(model, options, display) if file is None else GgufTalker(file, options)
+    if not talker.has_template:
+        display.log(f"{model} has no chat template: turns are given as text after 'User:' and 'Assistant:'.")
+    return talker
+
+
+def _typed() -> Iterator[str]:
+    """Lines from a terminal, until it ends (Ctrl-D)."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then has a history and can be edited
+
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ").strip()
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,102 @@
+"""transformers' serving app around a model that moetool has loaded.
+
+Its parts are those of `transformers serve` (`transformers.cli.serving`, 5.17 to 5.23). Routes that load, unload or hear
+are left out.
+"""
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
+
+from moetool.calibration.windows import load_tokenizer
+from moetool.errors import MoetoolError, UsageError
+from moetool.job.options import context_length
+from moetool.job.progress import Progress
+from moetool.measure.generation import load_to_generate, only_numbers, open_to_generate
+from moetool.talk.options import ServeOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_HANDLERS = {
+    "chat_handler": ChatCompletionHandler,
+    "completion_handler": CompletionHandler,
+    "response_handler": ResponseHandler,
+}
+_LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"}
+_NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text to /v1/completions') }}"
+
+
+class LoadedModel(ModelManager):  # type: ignore[misc]
+    """One model that is there from the start, and stays."""
+
+    def __init__(self, name: str, model: "PreTrainedModel", tokenizer: Any) -> None:
+        super().__init__()
+        self.force_model, self._pair = name, (model, tokenizer)  # loaded here, so not told to transformers' own
+
+    def load_model_and_processor(self, *_: object, **__: object) -> tuple["PreTrainedModel", Any]:
+        """The model and its tokenizer, whatever is asked for."""
+        return self._pair
+
+    def get_gen_models(self) -> list[dict[str, object]]:
+        """The one that is served, in place of all that the hub's cache holds."""
+        return [{"id": self.force_model, "object": "model", "owned_by": "moetool", "created": 0}]
+
+
+def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
+    """Load the checkpoint `name`, and answer requests for it.
+
+    Raises:
+        UsageError: it is an encoder.
+        ResourceError, InvalidInputError: as `load_to_generate`.
+    """
+    checkpoint = open_to_generate(name)
+    tokenizer: Any = load_tokenizer(checkpoint.path)
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = _NO_TEMPLATE
+    model = load_to_generate(checkpoint, options, progress)[0]
+    _keep_to_context(model, context_length(checkpoint.settings))
+    manager, state = LoadedModel(name, model, tokenizer), GenerationState()
+    served = {kind: handler(model_manager=manager, generation_state=state) for kind, handler in _HANDLERS.items()}
+    left_out = {kind: None for kind in inspect.signature(build_server).parameters if kind.endswith("_handler")}
+    app = build_server(manager, generation_state=state, **{**left_out, **served})
+    app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) not in _LEFT_OUT]
+    for kind in (MoetoolError, TemplateError):
+        app.add_exception_handler(kind, _refuse)
+    return app
+
+
+def _keep_to_context(model: Any, context: int | None) -> None:
+    """Let `generate` refuse prompts that there are no positions for, and end where positions do."""
+    generate = model.generate
+
+    @functools.wraps(generate)
+    def checked(*, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> Any:
+        prompt = input_ids.shape[1]
+        if prompt == 0:
+            raise UsageError("The prompt is empty, and the tokenizer begins texts with nothing.")
+        if context is not None:
+            if prompt >= context:
+                raise UsageError(f"The prompt has {prompt} tokens, and the model {context} positions.")
+            generation_config.max_new_tokens = min(generation_config.max_new_tokens, context - prompt)
+        return generate(
+            input_ids=input_ids, generation_config=generation_config, logits_processor=[only_numbers], **given
+        )
+
+    model.generate = checked
+
+
+async def _refuse(_: Request, error: Exception) -> JSONResponse:
+    """What was wrong with a request, as OpenAI's API says it."""
+    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)

@@ -1,0 +1,112 @@
+"""A conversation with a model, whatever runs it: its messages, and how they are written without a chat template."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Write = Callable[[str], None]
+Turn = dict[str, str]  # role and content, as chat templates take them
+
+STOP = "\nUser:"  # where a model without a chat template begins to speak for the user
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model has said.
+
+    Attributes:
+        text: without the spaces around it.
+        tokens: that were generated.
+        seconds: from the question's end to the answer's.
+    """
+
+    text: str
+    tokens: int
+    seconds: float
+
+
+class Talker(Protocol):
+    """Runs a model.
+
+    Attributes:
+        has_template: whether the model has a chat template; without one, messages are written as plain text.
+    """
+
+    has_template: bool
+
+    def answer(self, messages: Sequence[Turn], write: Write) -> tuple[str, int]:
+        """Text that follows on messages, and its number of tokens; `write` gets the text as it comes."""
+        ...
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the model that answers them."""
+
+    talker: Talker
+    system: str | None = None
+    messages: list[Turn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with the system message alone."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str, write: Write) -> Answer:
+        """Ask, and note question and answer; a question that fails is forgotten.
+
+        Raises:
+            UsageError: the conversation has become longer than the model's positions.
+            InvalidInputError: the chat template cannot write it.
+            VerificationError: the model gives NaN or infinity.
+        """
+        start = time.perf_counter()
+        asked = [*self.messages, {"role": "user", "content": text}]
+        said, tokens = self.talker.answer(asked, write)
+        said = said.strip()
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        return Answer(said, tokens, time.perf_counter() - start)
+
+
+def plain_prompt(messages: Sequence[Turn]) -> str:
+    """Messages as text that ends where the answer begins, for a model without a chat template."""
+    names = {"user": "User: ", "assistant": "Assistant: "}
+    return "\n".join([*(names.get(own["role"], "") + own["content"] for own in messages), "Assistant:"])
+
+
+class Until:
+    """Passes text on as it comes, without leading spaces, up to a sign that ends it.
+
+    Attributes:
+        text: all that was passed on.
+    """
+
+    def __init__(self, write: Write, sign: str | None) -> None:
+        self._write, self._sign, self._held, self._ended = write, sign, "", False
+        self.text = ""
+
+    def __call__(self, piece: str) -> None:
+        if self._ended:
+            return
+        self._held += piece
+        if self._sign is not None and self._sign in self._held:
+            self._held, self._ended = self._held.partition(self._sign)[0], True
+            self._pass(len(self._held))
+        else:  # the end of it may be the beginning of the sign
+            sign = self._sign or ""
+            begun = max((n for n in range(1, len(sign)) if self._held.endswith(sign[:n])), default=0)
+            self._pass(len(self._held) - begun)
+
+    def finish(self) -> None:
+        """Pass on what was held back."""
+        if not self._ended:
+            self._pass(len(self._held))
+
+    def _pass(self, count: int) -> None:
+        piece, self._held = self._held[:count], self._held[count:]
+        if piece := piece if self.text else piece.lstrip():
+            self.text += piece
+            self._write(piece)

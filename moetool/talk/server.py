@@ -1,0 +1,103 @@
+"""An OpenAI-compatible server: transformers' own for a checkpoint on moetool's kernels, llama.cpp's for a GGUF file."""
+
+import contextlib
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moetool.errors import UsageError
+from moetool.job.progress import SILENT, Progress
+from moetool.talk.gguf import ALL_LAYERS, MISSING
+from moetool.talk.options import ServeOptions
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_MISSING_SERVER = (
+    "Serving needs fastapi, uvicorn and openai, and not all of them are installed: pip install 'moetool[serve]'."
+)
+
+
+class Server:
+    """A model behind an address, which is taken before the model is loaded.
+
+    Attributes:
+        address: `host:port`; the port is the one that was found, if any would do.
+    """
+
+    def __init__(self, model: str, file: Path | None, options: ServeOptions, progress: Progress = SILENT) -> None:
+        """Load `model`; `file` is its GGUF file, if it is one.
+
+        Raises:
+            UsageError: a library is missing, the address cannot be listened at, or the model generates nothing.
+            InvalidInputError, ResourceError: the model cannot be loaded.
+        """
+        uvicorn = _uvicorn()
+        self._socket = _listen(options.host, options.port)
+        try:
+            host, port = self._socket.getsockname()[:2]
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            app = _checkpoint_app(model, options, progress) if file is None else _gguf_app(model, file, options)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+
+    def run(self) -> None:
+        """Answer requests until the process is told to stop (SIGINT, SIGTERM), or `stop` is called elsewhere."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `run`, which another thread is in."""
+        self._server.should_exit = True
+
+
+def _uvicorn() -> Any:
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise UsageError(_MISSING_SERVER)
+    import uvicorn
+
+    return uvicorn
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as closing:
+            taken = closing.enter_context(socket.socket(family, kind, protocol))
+            # Else a port stays taken for a minute after a server.
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+            taken.listen()
+            closing.pop_all()
+            return taken
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"Cannot listen at {host}:{port}: {reason}. Give another --port (0 takes a free one) or another --host."
+        ) from error
+
+
+def _checkpoint_app(model: str, options: ServeOptions, progress: Progress) -> "FastAPI":
+    from moetool.talk.app import build_app
+
+    return build_app(model, options, progress)
+
+
+def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
+    try:
+        from llama_cpp.server.app import create_app
+        from llama_cpp.server.settings import ModelSettings, ServerSettings
+    except ImportError as error:
+        raise UsageError(MISSING.format(file=file)) from error
+    settings = ModelSettings(
+        model=str(file),
+        model_alias=model,
+        n_ctx=options.context or 0,
+        n_gpu_layers=0 if options.device == "cpu" else ALL_LAYERS,
+        verbose=False,
+    )
+    app: FastAPI = create_app(server_settings=ServerSettings(), model_settings=[settings])
+    return app

@@ -1,0 +1,109 @@
+"""`moetool serve`: what programs are answered over HTTP."""
+
+import json
+import re
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import FAMILIES
+
+from moetool.measure.generation import GenerationOptions, generate
+from moetool.talk.options import ServeOptions
+from moetool.talk.server import Server
+
+for library in ("fastapi", "uvicorn", "openai"):
+    pytest.importorskip(library, reason="wants moetool[serve]")
+
+Ask = Callable[..., tuple[int, Any]]
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+PROMPT = "one two"
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[Ask]:
+    """`ask(route, **body)`: status and content of the answer of a server for the model."""
+    server = Server(str(model), None, ServeOptions(port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+
+    def ask(route: str, **body: object) -> tuple[int, Any]:
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(f"http://{server.address}{route}", data, {"Content-Type": "application/json"})
+        try:
+            with NO_PROXY.open(request) as answer:
+                status, text = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        return status, text if text.startswith("data:") else json.loads(text)
+
+    try:
+        yield ask
+    finally:
+        server.stop()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def ask(tiny_mixtral: Path) -> Iterator[Ask]:
+    with serving(tiny_mixtral) as asking:
+        yield asking
+
+
+def test_it_goes_on_as_generate_does(ask: Ask, tiny_mixtral: Path) -> None:
+    status, answer = ask("/v1/completions", prompt=PROMPT, max_tokens=5, temperature=0)
+    assert status == 200
+    own = generate(str(tiny_mixtral), PROMPT, GenerationOptions(max_new_tokens=5))
+    assert answer["choices"][0]["text"] == own.text
+    assert answer["usage"]["completion_tokens"] == own.new_tokens
+
+
+def test_a_streamed_answer_is_the_whole_one(ask: Ask) -> None:
+    _, whole = ask("/v1/completions", prompt=PROMPT, max_tokens=5, temperature=0)
+    _, events = ask("/v1/completions", prompt=PROMPT, max_tokens=5, temperature=0, stream=True)
+    pieces = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["choices"][0]["text"]
+
+
+def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None:
+    assert [own["id"] for own in ask("/v1/models")[1]["data"]] == [str(tiny_mixtral)]
+    assert ask("/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": "one two three " * 2000}, r"The prompt has \d+ tokens, and the model \d+ pos"),
+        ("/v1/completions", {"prompt": ""}, "The prompt is empty"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "has no chat template"),
+    ],
+)
+def test_what_cannot_be_answered(ask: Ask, route: str, body: dict[str, object], said: str) -> None:
+    status, answer = ask(route, **body)
+    assert status == 400
+    assert re.search(said, answer["error"]["message"])
+
+
+@pytest.mark.parametrize("route", ["/reset", "/load_model", "/v1/audio/transcriptions"])
+def test_the_model_stays(ask: Ask, route: str) -> None:
+    assert ask(route, model="other")[0] == 404
+    assert ask("/v1/completions", prompt=PROMPT, max_tokens=1)[0] == 200
+
+
+def test_a_chat_by_the_models_template(tiny_mixtral: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_mixtral, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(FAMILIES["mistral"].template)
+    with serving(model) as asking:
+        status, answer = asking(
+            "/v1/chat/completions", messages=[{"role": "user", "content": PROMPT}], max_tokens=5, temperature=0
+        )
+        own = generate(str(model), PROMPT, GenerationOptions(max_new_tokens=5))
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, own.text)
+        status, answer = asking("/v1/chat/completions", messages=[{"role": "assistant", "content": PROMPT}])
+        assert (status, answer["error"]["message"][:30]) == (400, "Conversation roles must altern")
