@@ -1,4 +1,4 @@
-"""A small Llama, trained for real in half a minute, on a text that every Python brings along.
+"""The model of `moetool demo`: a small Llama, trained for half a minute on a text that every Python brings along.
 
 The text is Python's own language reference, as `pydoc_data.topics` holds it. Every eighth topic is held out.
 """

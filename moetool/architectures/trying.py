@@ -1,4 +1,5 @@
-"""Experts of a class of which transformers' decorator says nothing, tried on small numbers."""
+"""Numerical trial of experts whose class has no decorator of transformers: do they compute what fused experts
+compute?"""
 
 import copy
 import inspect

@@ -250,8 +250,8 @@ class ExpertReader:
         return channels
 
     def damage(self, layer: int) -> Iterator[str]:
-        """What is wrong with a layer's stored codes and positions although shapes are right and numbers finite; reads
-        all of them."""
+        """Describe what is wrong with a layer's stored codes and positions although shapes are right and numbers
+        finite. All of them are read."""
         layout, prefix = self.layout(layer), self.architecture.experts_prefix(layer)
         stored = [(form, layout.base_shape(role), base_name(role, "")) for role, form in layout.compact_bases()]
         stored += [(form, self.shape.matrix(role), delta_name(one, role, "")) for one, role, form in layout.deltas()]
@@ -364,5 +364,5 @@ class ExpertReader:
                 yield architecture.weight_name(layer, i, role), matrix(role, i)
 
     def placeholders(self, layer: int, roles: Sequence[Role]) -> Iterator[tuple[str, Tensor]]:
-        """What stands at the native names of a group whose base is not dense."""
+        """Make the placeholder tensors at the native names of a group whose base is not dense."""
         yield from self.base_tensors(layer, roles, lambda _: torch.zeros(PLACEHOLDER, dtype=self.dtype))

@@ -194,7 +194,8 @@ class GgufModel:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: the file's own where that is one of floating point, else bf16."""
+        """The dtype of the checkpoint that is made of the file: the file's own if that is a floating-point one, else
+        bf16."""
         types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1}
         types -= {"F32"} if len(types) > 1 else set()
         return {"F32": torch.float32, "F16": torch.float16}.get(types.pop() if len(types) == 1 else "", torch.bfloat16)

@@ -44,7 +44,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies on disk.
+    """Where one tensor lies on disk: file and bytes, with its dtype and shape.
 
     Attributes:
         name: its name in the checkpoint.

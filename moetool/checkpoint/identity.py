@@ -30,7 +30,8 @@ FileStates: TypeAlias = Mapping[str, FileState]
 
 
 def file_states(checkpoint: Checkpoint) -> dict[str, FileState]:
-    """Of the weight files of a checkpoint, by name, as it was opened; none where its fingerprint is over every byte.
+    """State of each weight file of a checkpoint when it was opened, by name; none where the fingerprint is over every
+    byte.
 
     Raises:
         InvalidInputError: it has a manifest, and that is damaged.

@@ -155,7 +155,7 @@ class Checkpoint:
 
     @property
     def on_disk(self) -> Mapping[str, TensorInfo]:
-        """Header entries of every tensor in the files, by name."""
+        """Header entries of every tensor as it lies in the files, in whatever format, by name."""
         return self.stored if self.forms else self.tensors
 
     def stored_parts(self, names: Iterable[str]) -> dict[str, TensorInfo]:
@@ -178,7 +178,7 @@ class Checkpoint:
 
     @property
     def is_imagined(self) -> bool:
-        """Whether nothing but a config is there."""
+        """Whether there is a config without any weight files, as for plans of models that are not here."""
         return not self.weight_files
 
     def info(self, name: str) -> TensorInfo:
@@ -274,7 +274,7 @@ class Checkpoint:
 
     @property
     def is_fingerprinted_whole(self) -> bool:
-        """Whether the fingerprint is over every byte."""
+        """Whether the fingerprint is computed over every byte of the weights, and not over samples of large tensors."""
         sizes = [info.nbytes for info in self.on_disk.values()]
         return max(sizes, default=0) <= whole_limit(self.on_disk.values())
 

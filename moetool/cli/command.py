@@ -110,7 +110,7 @@ def command_of(
     parameters: Iterable[inspect.Parameter],
     kind: type[HintingCommand] = HintingCommand,
 ) -> HintingCommand:
-    """The command of that name which calls a function with these parameters, annotated as typer has it."""
+    """Build the command `name` that calls a function with these parameters, which are annotated as typer reads them."""
     parameters = tuple(parameters)
 
     def run(**arguments: object) -> None:

@@ -233,10 +233,10 @@ def encoding_plan(
         for role in reader.shape.roles
         if layout.weights[role] is not None
     )
-    scratch = bases + encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.architecture.hidden)
+    scratch = bases + encoded_bytes(reader, output, options.shard_size)
+    scratch += cost.forward_scratch(reader, at_once or reader.shape.experts)
     if text is not None:
         details["experts_at_once"] = at_once = at_once or reader.shape.experts
-        scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
     return Plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,

@@ -88,10 +88,20 @@ class CalibrationCost:
             measuring=measuring or (Measuring(),),
         )
 
-    def recorded_bytes(self, shape: MoEShape, at_once: int, *, gradients: bool, sums: bool) -> int:
-        """Bytes on the disk, beside the hidden states, while a layer's experts run so many `at_once`: their inputs and
-        outputs, for `gradients` those of both, and for some measurements the `sums` of their activations. Zero where
-        all experts are in memory."""
+    def forward_scratch(self, experts: ExpertReader, at_once: int, *, sums: bool = False) -> int:
+        """Bytes on the disk while the windows go forwards through layers whose experts run so many `at_once`: hidden
+        states, and what `_recorded_bytes` adds; with `sums` also the summed activations that some measurements need."""
+        recorded = self._recorded_bytes(experts.shape, at_once, gradients=False, sums=sums)
+        return self.forward_bytes(experts.architecture.hidden) + recorded
+
+    def backward_scratch(self, experts: ExpertReader, at_once: int) -> int:
+        """Bytes on the disk while gradients go backwards through layers whose experts run so many `at_once`."""
+        recorded = self._recorded_bytes(experts.shape, at_once, gradients=True, sums=True)
+        return self.gradient_bytes(experts.architecture.hidden, experts.architecture.layers) + recorded
+
+    def _recorded_bytes(self, shape: MoEShape, at_once: int, *, gradients: bool, sums: bool) -> int:
+        """Bytes of the experts' inputs and outputs in one layer, for `gradients` those of both, and of the `sums` of
+        their activations. Zero where all experts are in memory together."""
         if at_once >= shape.experts:
             return 0
         windows = self.gradient_samples if gradients else self.samples

@@ -1,4 +1,4 @@
-"""An MoE model back into a dense model: one expert per layer takes the place of them all."""
+"""Conversion of an MoE model to a dense model: one expert of each layer takes the place of them all."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""The headers that a checkpoint would have, from its `config.json` alone: what a job costs before anything is there."""
+"""Headers of a checkpoint that does not exist yet, from its `config.json` alone, to plan jobs on it."""
 
 import re
 from dataclasses import replace

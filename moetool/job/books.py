@@ -1,4 +1,4 @@
-"""Who keeps the books of a job that several processes share: which units are done, and what each has noted.
+"""Record keeping of a job that several processes share: which units are done, and what each has noted.
 
 The first process keeps them, in the journal of its `Workspace`. A process that shares units tells it what it has made
 and hears what all have made (`RankBooks`); a process that transformers' Trainer brings along does neither (`Books`).

@@ -1,4 +1,4 @@
-"""The model card of a result: `README.md`, for people and for the hub.
+"""Model card of a result: its `README.md`, for people and for the hub.
 
 What it says of licence, language and the like is what the source's card says, and nothing where that is silent. The
 same run gives the same bytes: no times, and of what is local names alone.

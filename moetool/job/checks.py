@@ -1,4 +1,4 @@
-"""Every check that a job makes before it begins and that takes less than a second: for the job, and for `--dry-run`."""
+"""Checks that a job makes before it begins, each within a second, for a run and for `--dry-run`."""
 
 import os
 import tempfile

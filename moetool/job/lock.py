@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file, which the system releases when the process ends, however it ends."""
+"""Lock on a file by which one process at a time works in a directory; the system releases it when the process ends."""
 
 import contextlib
 import errno

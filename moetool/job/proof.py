@@ -1,4 +1,4 @@
-"""The last check of a result before it can be loaded: one of its layers, loaded as users will, against its files."""
+"""Proof of a result before it can be loaded: one of its layers, loaded as users will load it, against its files."""
 
 from collections.abc import Iterator
 from dataclasses import replace

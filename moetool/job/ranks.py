@@ -1,4 +1,4 @@
-"""The processes that share a job: what they tell one another, and what becomes of all of them when one fails.
+"""Communication of the processes that share a job: messages, sums, and the end of all when one fails.
 
 All go through the same program and call what is here in the same order. Numbers and words go over `torch.distributed`,
 by gloo between processors and by nccl between cards that belong to one process each; notes to the first process, which

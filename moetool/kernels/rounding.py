@@ -1,4 +1,4 @@
-"""Whether products of a few tokens with codes may round the tokens to whole numbers, which is faster on a CPU."""
+"""Switch that lets products of a few tokens with codes round the tokens to whole numbers, which is faster on a CPU."""
 
 import os
 from collections.abc import Iterator

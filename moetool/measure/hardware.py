@@ -1,4 +1,4 @@
-"""What hardware this machine has, and how fast it was measured to be."""
+"""Description of this machine's hardware, with the speeds that were measured on it."""
 
 import os
 import platform

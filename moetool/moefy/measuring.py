@@ -1,4 +1,4 @@
-"""A text through a dense model, and what is settled for each layer on the way, by all processes of a job."""
+"""Pass of a text through a dense model, on which each layer's neurons are measured and then settled."""
 
 import json
 from collections.abc import Sequence

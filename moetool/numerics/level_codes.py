@@ -1,4 +1,4 @@
-"""Codes of `numerics.quantization` for `numerics.output_codes`."""
+"""The non-uniform levels of `numerics.quantization` as a coder for `numerics.output_codes`."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Second moments of experts that saw few tokens, pulled towards the layer's average.
+"""Shrinkage of the second moments of experts that saw few tokens towards the layer's average.
 
 With T tokens below the input dimension n an expert's own Gram matrix says nothing about most directions, and a
 factorization in its norm overfits. The mean over the experts of the layer costs no extra pass and repairs it.

@@ -1,4 +1,4 @@
-"""Trellis-coded quantization: few-bit codes of which several together say what each number is.
+"""Trellis-coded quantization: codes of 1 to 4 bits, of which several neighbors together determine each value.
 
 A code of k bits by itself has 2^k values. Here the value of a number is looked up by its own code and those of the
 numbers before it, a window of `WINDOW` bits that moves on by one code a number: a path through a trellis of 256

@@ -1,4 +1,4 @@
-"""Tensors of the experts that are left, out of those that there were."""
+"""Merging of experts: weighted sums of their matrices with neurons matched, and the router's rows that stay."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

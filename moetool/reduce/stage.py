@@ -111,8 +111,6 @@ class Reduction(Stage[ReduceOptionsT]):
     def plan(self) -> Plan:
         source, cost, at_once = self.source, self._cost, self._experts_at_once
         shape, size, output = source.experts.shape, moe_size(source.experts, at_once), self._output_plan.nbytes
-        scratch = cost.forward_bytes(source.architecture.hidden)
-        scratch += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
         details: dict[str, Json] = {
             "original_bytes": original_bytes(source),
             "moe_layers": len(source.experts.moe_layers),
@@ -129,7 +127,7 @@ class Reduction(Stage[ReduceOptionsT]):
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=scratch,
+            scratch_bytes=cost.forward_scratch(source.experts, at_once),
             memory_bytes=self._memory.nbytes(at_once),
             phases=(Phase(FORWARD, forward), *rewriting_phases(size, output, made)),
             details=details,

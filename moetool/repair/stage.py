@@ -1,4 +1,4 @@
-"""Repair of a compressed model: what costs no byte learns back what compression took."""
+"""Stage that trains the small tensors of a compressed model towards the original's predictions, at no byte more."""
 
 import math
 from collections.abc import Iterator, Mapping

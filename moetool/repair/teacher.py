@@ -1,4 +1,5 @@
-"""The original's predictions of every token, noted once: its likeliest tokens, and what is left for all others."""
+"""The original's predictions, noted once: each token's likeliest successors, and the probability left for all
+others."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The expert's own matrix, untouched.
+"""A matrix that is stored whole, in the dtype of the model.
 
 Also what is kept when factors would cost as many bytes as the matrix: the expert's own weight takes the same room as
 its delta to the base and is exact, where the difference of two bf16 numbers usually is not a bf16 number.

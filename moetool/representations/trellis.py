@@ -1,4 +1,4 @@
-"""A matrix in few-bit codes of which several together say what each number is, see `numerics.trellis`."""
+"""A matrix in trellis-coded quantization (`numerics.trellis`): 1 to 4 bits per weight and a scale per group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -193,7 +193,8 @@ def run_experts_of_any_width(model: "PreTrainedModel") -> None:
 
 
 def refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
-    """Raise for what transformers would only have warned of."""
+    """Raise an error for missing, surplus or misshapen tensors, of which transformers only warns when it loads a
+    model."""
     wrong = {
         "missing from the files": sorted(told["missing_keys"]),
         "in the files, but not in the model that config.json describes": surplus(

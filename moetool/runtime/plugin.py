@@ -163,7 +163,7 @@ class MoetoolQuantizer(HfQuantizer):
         weakref.finalize(self, self._sparing.close)  # where loading fails, nothing else would
 
     def postprocess_model(self, model: "PreTrainedModel", **options: Any) -> "PreTrainedModel":
-        """The model with weights becomes an ordinary one."""
+        """Finish loading: the model, whose weights are all in place, becomes an ordinary one."""
         model = super().postprocess_model(model, **options)
         self._sparing.close()
         return model

@@ -1,4 +1,4 @@
-"""vLLM's way in: the entry point `moetool` of the group `vllm.general_plugins`.
+"""Plug-in of vLLM: the entry point `moetool` of the group `vllm.general_plugins`.
 
 vLLM calls it in every process before it reads a model's config. Nothing here is imported before, and nothing of vLLM is
 unless vLLM itself calls.

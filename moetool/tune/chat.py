@@ -1,4 +1,4 @@
-"""Conversations in a chat template's words, and which of their tokens a model is to learn to say.
+"""Conversations written by a chat template, and which of their tokens a model is to learn.
 
 An answer is what follows the prompt that asks for it: the template's rendering of everything before, with its
 generation prompt, as `apply_chat_template(add_generation_prompt=True)` of transformers gives it to a user. Nothing is

@@ -1,4 +1,4 @@
-"""The constraint under which SIMoE finds its experts (Chen et al., 2025, Eq. 3 and 11 to 13)."""
+"""Constraint on the number of open gates under which SIMoE trains its masks (Chen et al., 2025, Eq. 3 and 11 to 13)."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""Routers of upcycled models: rows that are neither so large that routing is one-hot, nor equal, nor blind to a part of
-the tokens."""
+"""Initial weights of routers: rows that are neither so large that routing is one-hot, nor equal, nor blind to some
+tokens."""
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ _GEMM = "gemm"
 
 @dataclass(frozen=True)
 class AwqMatrix(TurnedIntegers):
-    """A matrix `[out, in]` of an AWQ checkpoint."""
+    """A matrix `[out, in]` of an AWQ checkpoint, in 4-bit words with scales and zero points."""
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class StoredScheme:
 
     @property
     def bits(self) -> int:
-        """Number of bits in which one weight is stored."""
+        """Number of bits of one stored weight, 8 unless the scheme says otherwise."""
         bits = self.weights.get("num_bits", 8)
         if type(bits) is not int or not 1 <= bits <= 8:
             raise InvalidInputError(f"quantization_config: num_bits must be 1 to 8, not {bits!r}.")

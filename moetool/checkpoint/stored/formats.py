@@ -48,7 +48,7 @@ class QuantizedFiles:
         return read_numbers(self.tensors[name], 0, self.tensors[name].shape)
 
     def refuse(self, what: str) -> InvalidInputError:
-        """What is raised where parts of a tensor, whose name `what` begins with, do not fit."""
+        """Make the error for a tensor, named at the beginning of `what`, whose parts do not fit together."""
         return InvalidInputError(f"{self.path}: {what}. Download or write it again.")
 
 

@@ -41,7 +41,7 @@ class DecodedMatrix(ABC):
         """
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
-        """The same in `dtype`, some rows at a time."""
+        """Decode rows `start` to `stop` of the matrix to `dtype`, a few at a time so that fp32 copies stay small."""
         columns = self.shape[-1]
         rows = torch.empty(stop - start, columns, dtype=self.dtype)
         step = max(1, _ELEMENTS // columns)

@@ -37,7 +37,7 @@ class TurnedExperts(DecodedMatrix):
         return rows
 
     def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
-        """Lines of the files, `[stop - start, in]`, in fp32."""
+        """Decode lines `start` to `stop` of the files to `[stop - start, in]` fp32."""
         blocks, scales = self.parts
         count, groups = stop - start, self.shape[1] // _GROUP
         numbers = small_floats(spans(blocks, start * groups * _GROUP // 2, (count, groups * _GROUP // 2)))

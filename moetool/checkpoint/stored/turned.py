@@ -47,11 +47,11 @@ class TurnedIntegers(DecodedMatrix):
 
     @abstractmethod
     def numbers(self, words: Tensor) -> Tensor:
-        """What some columns of words hold, `[outputs, inputs]` in fp32."""
+        """Unpack the numbers `[outputs, inputs]` fp32 that some columns of words hold."""
 
     @abstractmethod
     def zeros(self, spans: Spans) -> Tensor:
-        """Zero points, `[groups, out]` in fp32."""
+        """Read the zero points `[groups, out]` as fp32 numbers, in units of the codes."""
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
         (outputs, inputs), step = self.shape, self.tile[1]

@@ -356,12 +356,10 @@ def factor_plan(
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
     if refine:  # the bases as they were, and what errors cost
         for_each += base_bytes + 4 * hidden**2
-    backward = cost.gradient_bytes(reader.architecture.hidden, layers) if gradients else 0
+    backward = cost.backward_scratch(reader, at_once) if gradients else 0
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
-    forward = cost.forward_bytes(reader.architecture.hidden) + encoded_bytes(reader, output, options.shard_size)
-    forward += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
+    forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
     forward += RoutedTokens.nbytes(cost.samples, cost.length, hidden) if refine else 0
-    backward += cost.recorded_bytes(reader.shape, at_once, gradients=True, sums=True) if gradients else 0
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,

@@ -1,4 +1,4 @@
-"""The best that a budget of bytes can buy: a base or none, rotated inputs or not, bits and ranks.
+"""Compression that chooses everything within a byte budget: a base or none, rotated inputs or not, bits and ranks.
 
 Every form of every matrix is measured in every storage scheme, in one pass; then each group of matrices gets the
 scheme, and each matrix the form, with which all lose least together. Whether a base earns its bytes is thereby measured

@@ -1,4 +1,4 @@
-"""A quantized base, and every delta in whichever form loses least for its bytes."""
+"""Compression to a quantized base, with each delta in the form that loses least for its bytes."""
 
 from collections.abc import Sequence
 from typing import ClassVar

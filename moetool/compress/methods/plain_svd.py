@@ -1,4 +1,4 @@
-"""Truncated SVDs without a text: of each expert by itself here, or of its delta to the experts' mean.
+"""Truncated SVD without calibration: of each expert's own matrices, or of its deltas to the experts' mean.
 
 What every low-rank method is measured against: factors that are best in the plain norm, ‖W − U V‖_F, and the same share
 of every matrix (the baselines of D²-MoE, arXiv:2502.17298, Table 1).

@@ -1,4 +1,5 @@
-"""Quantizes every expert on its own, without a base: the baseline of methods with one, and often all that is needed.
+"""Quantization of every expert on its own, without a base: the baseline of methods with one, and often all that is
+needed.
 
 Codes are those of `representations.quantized`: a scale per group of inputs, and levels that suit normal weights. With a
 text they are chosen one input after the other, each making good for the errors of those before it (GPTQ, Frantar et

@@ -160,13 +160,10 @@ class MixingStage(Stage[MixingOptionsT]):
         source, options, reader = self.source, self.options, self.source.experts
         output = self.target if self.given is not None else min(self.target, self._choice.largest)
         cost, shape, at_once = self._cost, reader.shape, self.experts_at_once
-        layers = source.architecture.layers
         stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
-        forward = cost.forward_bytes(reader.architecture.hidden) + encoded_bytes(reader, output, options.shard_size)
-        backward = cost.gradient_bytes(reader.architecture.hidden, layers)
-        forward += cost.recorded_bytes(shape, at_once, gradients=False, sums=False)
-        backward += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
+        forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
+        backward = cost.backward_scratch(reader, at_once)
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
         metrics = 4 * shape.hidden**2 if options.refine else 0

@@ -1,4 +1,4 @@
-"""The second stage of D²-MoE alone: experts as base and delta, losing nothing (§3.1, Eq. 3)."""
+"""Stage that stores experts as a base and dense deltas, losing nothing: the second of D²-MoE's (§3.1, Eq. 3)."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The first stage of D²-MoE alone: one shared base per layer (§3.2)."""
+"""Stage that merges the experts of each layer into one shared base: the first of D²-MoE's (§3.2)."""
 
 from functools import cached_property
 from typing import ClassVar
@@ -60,8 +60,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         rows = sum(shape.matrix(role)[0] for role in shape.roles)
         statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
         output = len(reader.moe_layers) * (base + channels + statistics)
-        scratch = cost.gradient_bytes(reader.architecture.hidden, layers) if measured else 0
-        scratch += cost.recorded_bytes(shape, at_once, gradients=True, sums=True)
+        scratch = cost.backward_scratch(reader, at_once) if measured else 0
         details: dict[str, Json] = {"layers": layers, "moe_layers": len(reader.moe_layers), "experts": shape.experts}
         return Plan(
             stage=self.name,

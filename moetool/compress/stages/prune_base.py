@@ -1,4 +1,4 @@
-"""The last stage of D²-MoE alone: intermediate channels of the base are pruned (§3.4)."""
+"""Stage that prunes intermediate channels of the base: the last of D²-MoE's (§3.4)."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -98,11 +98,10 @@ class PruneBase(Stage[PruneBaseOptions]):
         measured = bool(read_statistics(self.source))
         cost, memory, at_once = self._cost, self._memory, self._experts_at_once
         pruning = self._pruning()
-        scratch = cost.forward_bytes(reader.architecture.hidden)
+        scratch = cost.forward_scratch(reader, reader.shape.experts if measured else at_once, sums=True)
         details: dict[str, Json] = {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
         if not measured:
             details["experts_at_once"] = at_once
-            scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=True)
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,

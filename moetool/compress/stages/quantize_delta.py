@@ -1,4 +1,4 @@
-"""Quantized deltas (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
+"""Stage that quantizes deltas (DeRS compression, arXiv:2503.01359, Eq. 5), alone or on top of low-rank factors."""
 
 from functools import cached_property
 from typing import ClassVar

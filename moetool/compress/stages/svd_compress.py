@@ -1,4 +1,4 @@
-"""The third stage of D²-MoE alone: deltas become low-rank (§3.3)."""
+"""Stage that replaces deltas by low-rank factors: the third of D²-MoE's (§3.3)."""
 
 from functools import cached_property
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""To where vLLM and transformers run few-bit experts: compressed-tensors' `pack-quantized`.
+"""Export of experts in few bits to compressed-tensors' `pack-quantized`, which vLLM and transformers run.
 
 Codes are the nearest ones, or on a text chosen as `quantize` chooses its own: one input after the other, each making
 good for the errors of those before it, on what each expert is given.
@@ -188,8 +188,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             details["experts_at_once"] = at_once = self._experts_at_once
             size = moe_size(reader, at_once)
             memory = encoding_memory(source, options, text).nbytes(at_once)
-            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_bytes(reader.architecture.hidden)
-            scratch += cost.recorded_bytes(reader.shape, at_once, gradients=False, sums=False)
+            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_scratch(reader, at_once)
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
             phases = (Phase(ENCODE, made),)

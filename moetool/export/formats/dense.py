@@ -1,4 +1,4 @@
-"""Back to a dense model: one expert per layer in the place of them all."""
+"""Export to a dense model: one expert of each layer takes the place of them all."""
 
 from functools import cached_property
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Back to the model's original layout: any engine that ran the source runs the result."""
+"""Export to the model's original layout: any engine that ran the source runs the result."""
 
 from collections.abc import Iterator
 from typing import ClassVar

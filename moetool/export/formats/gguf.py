@@ -1,4 +1,4 @@
-"""To llama.cpp and everything that is built on it: one GGUF file with weights, tokenizer and chat template.
+"""Export to llama.cpp: one GGUF file with weights, tokenizer and chat template.
 
 On a text the codes of quantized types are chosen; of a file in 16 bits or more there is beside it what `llama-quantize`
 wants to know of a model: an importance matrix, and types for tensors.

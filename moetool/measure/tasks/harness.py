@@ -1,4 +1,4 @@
-"""lm-eval's side: its tasks opened before any model is loaded, and asked of one that is. Nothing else imports it."""
+"""The only use of lm-eval: its tasks are opened before any model is loaded, and asked of one that is."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Experts whose mean outputs are near are merged (HC-SMoE, arXiv:2410.08589)."""
+"""Expert merging by hierarchical clustering of the experts' mean outputs (HC-SMoE, arXiv:2410.08589)."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Experts are merged into those that most tokens choose (M-SMoE, the merging of MC-SMoE, arXiv:2310.01334)."""
+"""Expert merging into the experts that most tokens choose (M-SMoE, the merging of MC-SMoE, arXiv:2310.01334)."""
 
 from collections.abc import Mapping
 from typing import ClassVar

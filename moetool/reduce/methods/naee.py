@@ -1,4 +1,4 @@
-"""Keep the subset of a layer's experts whose output is nearest to that of all (NAEE, arXiv:2402.14800)."""
+"""Expert pruning that keeps the subset of experts whose output is nearest to that of all (NAEE, arXiv:2402.14800)."""
 
 from collections.abc import Mapping
 from functools import cached_property

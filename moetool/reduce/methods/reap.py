@@ -1,4 +1,5 @@
-"""Experts that add least to the layer's output, by router weight and norm, are dropped (REAP, arXiv:2510.13999)."""
+"""Expert pruning by router weight times norm of the output: those that add least are dropped (REAP,
+arXiv:2510.13999)."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Which models compute a token's result from the other tokens of its batch, too."""
+"""Detection of models whose result for a token depends on the other tokens of its batch."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""How the matrix of a quantized module looks to others: `module.weight` reads as the matrix that the codes stand for.
+"""The weight of a quantized module as other code sees it: `module.weight` reads as the matrix that the codes stand for.
 
 Adapters, their merging and the resizing of embeddings read a module's `weight` and write to it. Reading decodes;
 writing makes the module an ordinary one. Only writing to a part that was read before, as `weight[3].zero_()`, is lost.

@@ -1,4 +1,4 @@
-"""Where the matrices of one layer's compressed experts stand: bases, deltas and native tensors of one module."""
+"""Tensors of one layer's compressed experts in one module: bases, deltas, and matrices that are stored whole."""
 
 from collections.abc import Iterator
 from typing import cast

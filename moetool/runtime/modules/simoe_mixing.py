@@ -1,4 +1,4 @@
-"""How SIMoE's experts are mixed: the router, the α of the examples that are running, and what is kept per prompt."""
+"""Mixing of SIMoE's experts: the router, the α of the examples that are running, and what is kept per prompt."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Several fine-tuned models into one MoE model (Branch-Train-MiX)."""
+"""Upcycling of several fine-tuned dense models into one MoE model (Branch-Train-MiX, arXiv:2403.07816)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Experts that are the dense FFN: copies, partly redrawn copies, or pieces of them."""
+"""Upcycling to experts that are copies of the dense FFN, partly redrawn copies, or pieces of copies."""
 
 import torch
 from pydantic import Field

@@ -1,4 +1,4 @@
-"""DeRS upcycling: experts that share the dense FFN and differ by small deltas, which are all that training adds."""
+"""Upcycling to experts that share the dense FFN and differ by small deltas, which are all that training adds (DeRS)."""
 
 import torch
 from pydantic import Field

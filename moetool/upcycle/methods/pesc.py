@@ -1,4 +1,4 @@
-"""PESC: a dense model whose experts are adapters on its own feed-forward networks (arXiv:2401.02731)."""
+"""Upcycling to experts that are adapters on the dense model's own feed-forward networks (PESC, arXiv:2401.02731)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

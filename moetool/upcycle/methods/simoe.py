@@ -1,4 +1,4 @@
-"""SIMoE: a dense model that finds its experts, and where to put them, while it is tuned."""
+"""Upcycling to masks on one shared delta, by which tuning finds the experts and where to put them (SIMoE)."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Granite-MoE: for models with multipliers (Granite, Gemma), or biases on all attention projections."""
+"""The Granite-MoE family, for models with multipliers (Granite, Gemma) or with biases on all attention projections."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel

@@ -1,4 +1,4 @@
-"""Mixtral: the family that most engines know, for everything that is a plain Llama or Mistral."""
+"""The Mixtral family, which most engines know, for every model that is a plain Llama or Mistral."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel

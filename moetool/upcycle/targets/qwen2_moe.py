@@ -1,4 +1,5 @@
-"""Qwen2-MoE: biases on queries, keys and values, dense layers among the MoE layers, a gated shared expert."""
+"""The Qwen2-MoE family: biases on queries, keys and values, dense layers among the MoE layers, a gated shared
+expert."""
 
 from moetool.format.kinds.moe import MoESpec
 from moetool.runtime.dense import DenseModel
