@@ -28,7 +28,7 @@ class MoetoolError(Exception):
 
 
 class UsageError(MoetoolError):
-    """An option that is unknown, out of range or contradicts another."""
+    """An option is unknown, out of range or contradicts another one; the command exits with status 2."""
 
     exit_code = 2
 
@@ -46,13 +46,13 @@ class ResourceError(MoetoolError):
 
 
 class VerificationError(MoetoolError):
-    """A result, written or about to be written, failed a check of its content."""
+    """A result, written or about to be written, failed a check of its content; the command exits with status 5."""
 
     exit_code = 5
 
 
 class InterruptedRunError(MoetoolError):
-    """Stopped on request; the same command with `--resume` goes on where it stopped."""
+    """The job stopped on request; the same command with `--resume` continues it. The command exits with status 75."""
 
     exit_code = 75
 

@@ -60,7 +60,8 @@ def experts_told(config: Mapping[str, object]) -> str | None:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The experts of one model: how many, what they are called, and what else its layers have, by name templates.
+    """The experts of one model: their number and sizes, the names of their tensors as templates, and other features of
+    its layers.
 
     `{layer}` and `{expert}` are filled in with numbers. Names on disk are those of the hub's checkpoints; names in
     memory are what transformers 5 holds after loading, where `experts_module` owns the fused tensors

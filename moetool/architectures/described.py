@@ -122,7 +122,7 @@ def language_entries(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def with_language_entries(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """A `config.json` with other values in what it says of the language model. Raises as `language_entries`."""
+    """Return a `config.json` with some entries of its language model replaced. Raises as `language_entries`."""
     key = language_key(_read(config))
     return {**config, **changes} if key is None else {**config, key: {**language_entries(config), **changes}}
 
@@ -192,7 +192,7 @@ def language_model_class(model_type: object) -> "type[AutoModelForCausalLM] | ty
 
 @contextmanager
 def naming(model: "PreTrainedModel", config: Mapping[str, object], clause: str) -> Iterator[None]:
-    """Name the model, with a clause on what it has, in front of what is refused in the block."""
+    """Context manager that puts the model's name and a clause in front of the message of any `InvalidInputError`."""
     try:
         yield
     except InvalidInputError as error:

@@ -51,7 +51,8 @@ class FusedLayout:
         return self.rows(self.joined(matrices, -2)).contiguous()
 
     def canonical(self, outputs: "Tensor", count: int) -> "Tensor":
-        """Outputs `[…, out]` in the order in which they lie → those of each of `count` matrices after the other."""
+        """Reorder outputs `[…, out]` of a fused tensor so that those of each of its `count` matrices come one after the
+        other."""
         if not self.is_interleaved or count == 1:
             return outputs
         return outputs.unflatten(-1, (-1, count)).transpose(-1, -2).flatten(-2)

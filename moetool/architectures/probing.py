@@ -52,7 +52,7 @@ def names_in_layers(
     groups: Sequence[Sequence[Role]] = (ROLES[:-1], ROLES[-1:]),
     in_memory: FusedLayout = PLAIN,
 ) -> DiskNames:
-    """Names on disk of the tensors of some decoder layers, of which the first has experts.
+    """Find the names on disk of the tensors of some decoder layers, of which the first must have experts.
 
     Args:
         model: on any device; only its class and its config are read.
@@ -114,8 +114,9 @@ def _check_own_names(model: "PreTrainedModel", on_disk: str, in_memory: str, gro
 
 
 def undoing(renamings: "Sequence[WeightTransform]", on_disk: str) -> "list[WeightTransform]":
-    """What transformers is to rename after its own `renamings`, so that these leave moetool's own names as they are,
-    of which parts are called like parts of a family's (`gate` of Mistral Large 4). They begin with `on_disk`."""
+    """Renamings to run after transformers' own `renamings`, which undo what those do to moetool's tensors: parts of
+    their names may equal parts of a family's names (`gate` of Mistral Large 4). The tensors' names begin with
+    `on_disk`."""
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     undone = []

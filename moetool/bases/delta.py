@@ -35,13 +35,13 @@ class Deltas:
         return delta(self.weight(role, expert), self._full[role])
 
     def target(self, role: Role, expert: int, form: Representation) -> Tensor:
-        """The matrix `[out, in]` that a form stores: the delta where it stands for one (`uses_base`), which readers add
-        to the base, and otherwise the expert's own, in fp32 unless it is stored as it is."""
+        """The matrix `[out, in]` that a form stores: the expert's delta to the base if the form is of deltas
+        (`uses_base`), else the expert's own matrix. It is fp32 unless it is stored without a change."""
         if form.uses_base:
             return self.of(role, expert)
         own = self.weight(role, expert)
         return own if form.is_whole else own.float()
 
     def weight(self, role: Role, expert: int) -> Tensor:
-        """The expert's own matrix `[out, in]` on the device, as it is stored or wider."""
+        """Read the expert's own matrix `[out, in]` onto the device, in its stored dtype or a wider one."""
         return self._weights(expert, role).to(self.device)

@@ -231,7 +231,7 @@ def base_form(bits: str, group: int, shape: tuple[int, int], trellis: bool = Fal
 
 
 def in_few_bits(base: LayerBase, bits: str | None, group: int) -> LayerBase:
-    """The base in the form that `bits` names; as it is if `bits` is `None`."""
+    """Encode a base in the representation that `bits` names; `None` leaves it as it is."""
     if bits is None:
         return base
     forms = {role: base_form(bits, group, (matrix.shape[0], matrix.shape[1])) for role, matrix in base.matrices.items()}

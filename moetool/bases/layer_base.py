@@ -169,7 +169,8 @@ def agreed(peers: Peers, path: Path, base: LayerBase) -> LayerBase:
 def unweighted_base(
     weights: Weights, shape: MoEShape, dtype: torch.dtype, method: Merge, *, shared_expert: bool = False
 ) -> LayerBase:
-    """A merge of a layer's experts, with the shared one if it is to be on the base, for which nothing is measured."""
+    """Merge a layer's experts into a base by a rule that needs no statistics, with the shared expert if it is to be on
+    the base."""
     count = shape.experts + shared_expert
     matrices = {
         role: merge(method, role, Matrices(weights, role, count, torch.device("cpu"))).to(dtype) for role in shape.roles

@@ -20,7 +20,8 @@ _REGMEAN_ALPHA = 0.9
 
 
 class Matrices(Sequence[Tensor]):
-    """The experts' matrices `[out, in]` of one role, each read when it is asked for and kept by nobody."""
+    """A sequence of the experts' matrices `[out, in]` of one role, each of which is read when it is indexed and not
+    kept."""
 
     def __init__(self, weights: Weights, role: Role, count: int, device: torch.device) -> None:
         self._weights, self._role, self._count, self._device = weights, role, count, device

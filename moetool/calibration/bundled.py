@@ -31,7 +31,7 @@ class BundledPiece(NamedTuple):
 
 @cache
 def pieces() -> tuple[BundledPiece, ...]:
-    """Every piece, ordered by kind and then by name: the same order on every machine."""
+    """Return every piece of the bundled text, sorted by kind and name, in the same order on every machine."""
     return tuple(BundledPiece(*row) for row in json.loads(lzma.decompress(PACKED.read_bytes())))
 
 

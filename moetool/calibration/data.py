@@ -207,7 +207,7 @@ def _check_file(file: Path, column: str | None) -> None:
 
 
 def data_files(path: Path) -> list[Path]:
-    """A file, or those of a folder that hold text or records, in order, without hidden ones.
+    """List a file, or the text and record files of a folder, sorted and without hidden ones.
 
     Raises:
         InvalidInputError: a folder cannot be read.

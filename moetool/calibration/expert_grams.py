@@ -65,8 +65,8 @@ class ExpertGrams:
         self._all.add(rows)
 
     def reduce(self, owner: Callable[[int], int], peers: Peers, *, sums: bool = True) -> None:
-        """Sum over all processes, each of which holds all: a matrix for the `owner` of its expert, counts for all, and
-        with `sums` the sum over all experts, too."""
+        """Sum over all processes, each of which holds all experts. The matrix of an expert goes to its `owner`, counts
+        to all, and with `sums` the total over experts, too."""
         own = list(self._own.values())
         self._total = summed_grams(own, peers) if sums else None
         reduce_grams(own, owner, peers)

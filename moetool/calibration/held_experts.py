@@ -30,7 +30,7 @@ class ExpertRun(NamedTuple):
 
 
 class HeldExperts:
-    """Experts that follow each other, in fused tensors of their own, or all of a layer in those of the layer.
+    """Consecutive experts of a layer in memory, in fused tensors of their own or in those of the whole layer.
 
     Attributes:
         experts: their indices.
@@ -130,7 +130,7 @@ class RoutedBatch:
         return found
 
     def said(self) -> tuple[Tensor, int, int, Tensor, list[int]]:
-        """The fields from which another process makes the same batch with `heard`."""
+        """Return the fields of the batch as a message, from which `heard` makes it again in another process."""
         return self.weights, self._top_k, self.tokens, self._order, self._ends
 
     @classmethod

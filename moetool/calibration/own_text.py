@@ -42,7 +42,7 @@ def sampled_windows(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Windows of a model's own text: int64 `[windows, length]` on the CPU, the same for the same seed.
+    """Sample windows of a model's own text: int64 `[windows, length]` on the CPU, equal for equal seeds.
 
     Args:
         model: of transformers, with a key-value cache. What its generation config says is forgotten.

@@ -23,7 +23,7 @@ def owners(costs: Sequence[float], count: int) -> list[int]:
 
 
 class Peers:
-    """A process alone: all is its own, and there is nobody to wait for.
+    """Communication of a single process, which owns all work and waits for nobody; base class of that among several.
 
     Where there are several, all call the same in the same order.
 

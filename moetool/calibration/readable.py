@@ -68,8 +68,8 @@ def _tokens_per_byte(piece: BundledPiece, tokenizer: Tokenizer) -> float:
 
 
 class KindWindows:
-    """Windows of one kind of the bundled text, of up to four passages each, drawn at random without overlap, and
-    tokenized as they are asked for.
+    """Windows of one kind of the bundled text, drawn at random without overlap from up to four passages each. They are
+    tokenized only as they are asked for.
 
     The text is cut at line breaks into spans of about two passages, which are read in random order. Each gives one
     passage, and its others once all spans have been read. Where that many spans are not there, all of the text is one.
@@ -133,8 +133,7 @@ class BundledWindows:
         self.drawn = self.take(due)
 
     def take(self, due: Mapping[str, int]) -> dict[str, list[Tensor]]:
-        """The next windows of each kind, as many as are due; what one lacks, those of the others that have more take
-        turns to give."""
+        """Draw the due number of windows of each kind. What one kind lacks is drawn from the others in turn."""
         taken = {kind: self._pools[kind].take(count) if kind in self._pools else [] for kind, count in due.items()}
         missing = sum(due.values()) - sum(map(len, taken.values()))
         willing = [kind for kind, count in due.items() if kind in self._pools and len(taken[kind]) == count]

@@ -51,7 +51,8 @@ class Recorded:
         return scratch_tensor(self._directory, shape, self._inputs.dtype)
 
     def recording(self, collectors: Sequence[Collector]) -> AbstractContextManager[None]:
-        """Let the experts note what they are given, and give nothing, for one pass of all batches."""
+        """Context manager in which the experts record their inputs and routing, and return zeros, for one pass of all
+        batches."""
 
         def note(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             for collector in collectors:
@@ -126,8 +127,8 @@ class Recorded:
         return replaced(self._native, answer)
 
     def blame(self, blamed: Tensor, collectors: Sequence[Collector], tick: Tick) -> tuple[Tensor, Tensor]:
-        """From the gradients of the experts' summed outputs, `blamed` `[tokens, hidden]`, those of their inputs and of
-        the routing weights `[tokens, top_k]`. Last experts first, as autograd does it."""
+        """Backpropagate the gradients `blamed` `[tokens, hidden]` of the experts' summed outputs to their inputs and to
+        the routing weights `[tokens, top_k]`. The last experts come first, as in autograd."""
         for part in self.parts:
             for collector in collectors:
                 collector.observe_blame(blamed[part].to(self._model.device))

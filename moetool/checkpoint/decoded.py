@@ -35,7 +35,8 @@ class CodedMatrix(DecodedMatrix):
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint without codes beside its experts: the same, if it has none.
+    """Return a view of a checkpoint in which modules beside the experts are decoded; the checkpoint itself if none is
+    coded.
 
     Raises:
         InvalidInputError: codes or scales are missing, or do not fit each other.

@@ -68,6 +68,6 @@ def _present(path: Path) -> set[str]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files of a checkpoint's directory, those of tools (`.git`, `.cache`, `.moetool`) left out, sorted."""
+    """List all files of a checkpoint's directory, sorted, without those of tools (`.git`, `.cache`, `.moetool`)."""
     found = (file for top in path.iterdir() if top.name not in WORK_DIRECTORIES for file in [top, *top.rglob("*")])
     return sorted(file for file in found if file.is_file())

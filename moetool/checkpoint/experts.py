@@ -32,7 +32,7 @@ Weights = Callable[[int, Role], Tensor]  # an expert's matrix `[out, in]`, by ex
 
 
 class ExpertReader:
-    """The experts of a checkpoint. Holds no weights; every call reads what it returns.
+    """Reader of a checkpoint's experts, which holds no weights: every call reads what it returns.
 
     Attributes:
         shape: of every MoE layer.
@@ -154,7 +154,7 @@ class ExpertReader:
         return self.checkpoint.read_rows(name, start, start + rows)
 
     def specs(self, layer: int, layout: LayerLayout | None = None) -> list[TensorSpec]:
-        """Every tensor that stores a layer's experts (by default as they are), by full name on disk."""
+        """Names, dtypes and shapes of every tensor that stores a layer's experts, in its own or in a given layout."""
         own = self.dtype
         return [TensorSpec(name, dtype or own, shape) for name, shape, dtype in self._shapes(layer, layout)]
 
@@ -315,7 +315,8 @@ class ExpertReader:
         return matrix
 
     def factors(self, layer: int, expert: int, role: Role) -> tuple[Tensor, Tensor] | None:
-        """U `[out, rank]` and V `[rank, in]` of an expert's delta as they are stored, `None` where it has none."""
+        """Read the stored factors U `[out, rank]` and V `[rank, in]` of an expert's delta; `None` if it is not
+        low-rank."""
         weights = self.layout(layer).weights[role]
         if weights is None or (names := weights[expert].factors) is None:
             return None

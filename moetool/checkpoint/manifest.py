@@ -18,7 +18,7 @@ LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
 
 
 class Origin(BaseModel):
-    """One step of how a checkpoint came about: the stage, and what it was given, as in a `Manifest`."""
+    """One stage in the history of a checkpoint, with its source and options as in a `Manifest`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

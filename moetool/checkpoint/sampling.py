@@ -33,7 +33,7 @@ class FileSpan(NamedTuple):
 
 
 def whole_limit(tensors: Iterable[TensorInfo]) -> int:
-    """Bytes up to which tensors are read whole: all of the same size are, or none."""
+    """Size in bytes up to which a fingerprint reads tensors whole; tensors of one size are all read whole, or none."""
     sizes = sorted(info.nbytes for info in tensors)
     left = max(_WHOLE_BYTES, sum(sizes) // _WHOLE_SHARE)
     limit = 0

@@ -57,7 +57,8 @@ def started(events: EventLog, job: Mapping[str, Json], options: Mapping[str, Jso
 
 @contextmanager
 def logged(events: EventLog | None) -> Iterator[Callable[[Printed], None]]:
-    """Note how a job ends: it is to call what it is given with its result; what it raises is noted and goes on."""
+    """Context manager that records how a job ends: its result, with which the given function is to be called, or its
+    error."""
 
     def ended(result: Printed) -> None:
         if events is not None:

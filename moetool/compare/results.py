@@ -90,7 +90,7 @@ class Compared(Printed):
 
 
 def kind_of_text(result: Compared, number: int) -> str:
-    """`own kind` or `other kind` for a text, by its number, where all models of a table that were calibrated say the
-    same of it; else nothing."""
+    """Return `own kind` or `other kind` for a text, by its number, if all calibrated models of a table agree on it;
+    else an empty text."""
     said = {row.texts[number].own_kind for row in result.rows if number < len(row.texts)} - {None}
     return kind_in_words(said.pop()) if len(said) == 1 else ""

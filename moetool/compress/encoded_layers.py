@@ -38,7 +38,7 @@ def encoding_owners(layout: LayerLayout, peers: Peers, *, whole_experts: bool = 
 
 
 def encoded_names(layout: LayerLayout, owned: Owned) -> set[str]:
-    """Names of the tensors that this process encodes, those of its deltas, relative to the experts."""
+    """Names of the tensors of those deltas that this process encodes, relative to the experts."""
     names = {
         delta_name(expert, role, name)
         for expert, role, form in layout.deltas()
@@ -86,7 +86,8 @@ def encoded_files(work: Path, layer: int) -> list[Path]:
 
 
 def encoded_bytes(reader: ExpertReader, output: int, shard_size: int) -> int:
-    """Most bytes of encoded layers that wait at any time for an `output` of so many bytes: those of one shard."""
+    """Most bytes of encoded layers that wait on the disk at any time, for an `output` of so many bytes: those of one
+    shard."""
     layer = reader.shape.experts * reader.shape.expert_parameters * reader.dtype.itemsize
     return min(output, max(shard_size, layer))
 

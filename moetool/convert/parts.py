@@ -51,7 +51,11 @@ class Converted(ABC):
 
     @abstractmethod
     def units(self) -> list[tuple[int, list[Made]]]:
-        """The tensors by layer, those of no layer first. Raises `InvalidInputError` for what cannot be written."""
+        """Return the tensors by layer, those of no layer first.
+
+        Raises:
+            InvalidInputError: a tensor cannot be written.
+        """
 
     @abstractmethod
     def parameters(self) -> Counts:
@@ -79,7 +83,7 @@ class Converted(ABC):
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def copied(self, name: str, to: str | None = None) -> Made:
-        """A tensor as it is, the mean of it over the models of `rest`, under another name if one is given."""
+        """A tensor of the dense models, averaged over those of `rest`, under another name if one is given."""
         info = self.dense.checkpoint.info(name)
         spec = TensorSpec(to or name, self.stored(info.dtype), info.shape)
         return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
@@ -121,14 +125,15 @@ class Customized(Converted, Generic[SpecT]):
 
     @abstractmethod
     def unit(self, layer: int, names: list[str]) -> Iterator[Made]:
-        """The tensors of one layer, or of none (`REST`), of which the dense model has those of `names`."""
+        """The tensors of one layer, or of none (`REST`), where the dense model has those called `names`."""
 
     def parameters(self) -> Counts:
         shapes = {made.spec.name: made.spec.shape for _, unit in self.units() for made in unit}
         return self.spec.counts(self.dense.architecture, shapes)
 
     def kept(self, names: list[str]) -> Iterator[Made]:
-        """Tensors of the dense model as they are, under the names that they have beside custom modules."""
+        """Tensors of the dense model that are copied unchanged, under the names that they have beside custom
+        modules."""
         return (self.copied(name, self._places[name]) for name in names)
 
     @cached_property

@@ -9,7 +9,7 @@ from moetool.job.result import Details, Inlined, Printed
 
 @dataclass(frozen=True)
 class Parameters(Printed):
-    """Numbers in the result, those of them that one token uses, and those that the dense model has not."""
+    """Parameter counts of the result: all, those that one token uses, and those that the dense model did not have."""
 
     total: int
     active: int

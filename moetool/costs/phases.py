@@ -155,7 +155,7 @@ def encoding_phases(
 
 
 def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:
-    """The phases of a job that makes a base beside experts that stay as they are."""
+    """Phases of a job that makes a base and stores experts unchanged beside it."""
     bases = altogether(_bases(size.moe, layout.base) for layout in layouts.values())
     return rewriting_phases(size, written, merging(size) + bases)
 

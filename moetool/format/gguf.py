@@ -99,7 +99,7 @@ class GgufFamily:
     leaves_out: tuple[str, ...] = ()
 
     def names(self, layers: int, moe: Architecture | None) -> dict[str, str]:
-        """GGUF's names of all tensors that are there one by one, by those of a checkpoint: not of experts."""
+        """Map the names of a checkpoint's tensors to those of GGUF, for all tensors but those of experts."""
         inside = _LAYER | {f"self_attn.{module}.bias": f"{_ATTENTION[module]}.bias" for module in self.biases}
         inside |= _HEAD_NORMS if self.has_head_norms else {}
         if moe is None:

@@ -63,8 +63,8 @@ def open_texts(
     bos: Bos,
     progress: Progress,
 ) -> tuple[TextWindows, ...]:
-    """The texts of DATA as a model's tokenizer cuts them; what it cannot read of the bundled text is left out, and
-    said.
+    """Open the texts of a DATA argument as windows of a model's tokens. Parts of the bundled text that the tokenizer
+    cannot read are left out, which is logged.
 
     Raises:
         UsageError, InvalidInputError: as `evaluation_texts`, and where the tokenizer is another model's.

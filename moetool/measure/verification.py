@@ -133,8 +133,8 @@ def verify_checkpoint(
 
 
 def verify_files(checkpoint: Checkpoint) -> list[str]:
-    """The part of `verify_checkpoint` that looks at no number: names and shapes are those of the config, and all files
-    those that were written; documents may have been edited since. Returns its notes.
+    """Check names and shapes against the config, and files against their digests, without looking at numbers; documents
+    may have been edited. Returns notes.
 
     Raises:
         InvalidInputError: the config cannot be used, or does not fit the files.

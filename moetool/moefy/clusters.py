@@ -131,7 +131,8 @@ class Moefied(Customized[MoefiedSpec]):
 
 
 def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int, selector: SelectorKind) -> float:
-    """FLOPs of a model that keeps a share of the neurons of `layers` of its FFNs, over those of the dense one.
+    """Ratio of a model's FLOPs, if it keeps a share of the neurons in the FFNs of `layers`, to those of the dense
+    model.
 
     Counted as the paper does: multiplications of decoder or encoder layers with their weights, of attention with a text
     of `length` tokens, and of the selectors (an oracle computes all activations first). Table 1 of G-MoEfication

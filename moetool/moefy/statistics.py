@@ -106,7 +106,7 @@ class NeuronStatistics:
 
 
 class SampledNetwork:
-    """A loaded layer's feed-forward network, and a sample of what it is given.
+    """A loaded layer's feed-forward network, with a sample of its inputs.
 
     Attributes:
         inputs: `[tokens, hidden]`.

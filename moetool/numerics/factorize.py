@@ -157,8 +157,8 @@ def truncate(
 def leading(
     delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
 ) -> Tensor:
-    """The U of optimal rank-`rank` factors before it is rounded to `dtype`: [out, rank], fp64, or fp32 where that is
-    enough; its columns have root mean squares near 1. The arguments are those of `truncate`, and so are the errors."""
+    """Left factor U `[out, rank]` of the optimal factors, before it is rounded to `dtype`, in fp64, or in fp32 where
+    that is enough; its columns have root mean squares near 1. Arguments and errors are those of `truncate`."""
     available = factorization.basis.shape[1]
     if not 0 <= rank <= available:
         raise ValueError(f"rank {rank} was asked of a factorization with {available} directions")
@@ -183,7 +183,8 @@ def unit_columns(u: Tensor) -> Tensor:
 
 
 def balancing_powers(u: Tensor, v: Tensor) -> Tensor:
-    """Powers of two [k], in the dtype of u, by which u [out, k] is to be multiplied and v [k, in] to be divided.
+    """Powers of two [k], in the dtype of u, to multiply u [out, k] by and to divide v [k, in] by, so that both have
+    like sizes.
 
     Column i of u and row i of v then have root mean squares within a factor of 2 of each other. Among all factors of a
     product these are the ones that optimizer steps of one size disturb least. Powers of two, so that u v stays the

@@ -65,7 +65,7 @@ class Gram:
         return mirror_lower(self._sum)
 
     def forget(self) -> None:
-        """Let go of the matrix, where nobody will ask for it; `count` stays."""
+        """Free the matrix, which cannot be read any more; `count` stays."""
         self._sum = self._sum.new_empty(0, 0)
 
     def _add_lower(self, chunk: Tensor) -> None:

@@ -47,7 +47,7 @@ class Coder(Protocol):
 def coded_for_outputs(
     parts: Sequence[Coded], coder: Coder, feedback: Feedback, *, keeps_size: bool = True
 ) -> list[tuple[Tensor, Tensor]]:
-    """Codes [out, in] and scales [out, groups] of matrices [out, in] on the same inputs.
+    """Find codes [out, in] and scales [out, groups] of least output error for several matrices with the same inputs.
 
     Args:
         parts: with the scales that suit the nearest codes, in the dtype they are stored in.

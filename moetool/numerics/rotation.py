@@ -18,7 +18,7 @@ from moetool.numerics.counter import key, words
 
 @dataclass(frozen=True)
 class Rotation:
-    """R [width, width], the same on every device and in every version for a seed."""
+    """A random orthogonal matrix R [width, width], which a seed determines on every device and in every version."""
 
     width: int
     seed: int

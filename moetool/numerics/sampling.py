@@ -42,7 +42,7 @@ class _Gaps(NamedTuple):
 
 
 def sample(n: int, k: int, seed_key: int) -> Indices:
-    """k of the numbers 0 .. n - 1, ascending: [k] int32, the same for the same arguments for ever.
+    """Draw k of the numbers 0 .. n - 1, ascending: [k] int32. The key determines them for ever.
 
     Probabilities are exact to about 2^-64 per draw. Costs about 1 ns per kept element.
 

@@ -24,7 +24,7 @@ _AT_ONCE = 32 * ELEMENTS  # numbers of equations: with small groups those of all
 
 
 def fitted_scales(matrix: Tensor, decoded: Tensor, scales: Tensor, gram: Tensor, *, keeps_size: bool = False) -> Tensor:
-    """The scales that lose least at the output; where these are no better, as they are.
+    """Find the scales with the least output error for given codes; rows in which they are no better keep their own.
 
     Args:
         matrix: [out, in], floating.

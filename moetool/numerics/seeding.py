@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose, such as `("router", layer)`: the same whatever was drawn before, and by whom."""
+    """Make a CPU generator for one purpose, such as `("router", layer)`, that does not depend on what was drawn
+    before."""
     digest = hashlib.sha256(repr((seed, *purpose)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

@@ -26,7 +26,8 @@ class SharedSetting(Generic[SettingT]):
 
     @contextmanager
     def held_at(self, value: SettingT) -> Iterator[None]:
-        """Within this block the setting has `value`, in other threads too; all concurrent users want the same."""
+        """Context manager in which the setting has `value`, in all threads; concurrent users must ask for the same
+        value."""
         with self._lock:
             if self._users == 0:
                 self._before = [self.get()]

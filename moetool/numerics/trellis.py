@@ -57,7 +57,7 @@ def windows(codes: Tensor, bits: int) -> Tensor:
 
 
 def rows_served(bits: int) -> int:
-    """Rows of a matrix that a byte of packed codes serves (`numerics.packing`), of which its rows are a multiple."""
+    """Number of rows of a matrix that share a byte of packed codes; the number of its rows is a multiple of it."""
     return {1: 8, 2: 4, 3: 8, 4: 2}[bits]
 
 

@@ -14,9 +14,9 @@ from moetool.reduce.plan import rows_kept
 
 
 def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
-    """Experts and router of an MoE layer, by full name on disk, one tensor at a time. With `align`, the neurons of
-    experts that are merged are matched first. The router's rows are those of the first members: their means lose more.
-    """
+    """Iterate over the tensors of an MoE layer's merged experts and router, by full name on disk. With `align`, neurons
+    of merged experts are matched first. The router keeps the rows of the first members, because means of rows lose
+    more."""
     reader = source.experts
     weights = partial(reader.dense, layer)
     orders = neuron_orders(reader.shape, weights, left) if align else {}
@@ -40,8 +40,8 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
 def merged_matrix(
     weights: Weights, role: Role, merged: Merged, orders: dict[int, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """One matrix `[out, in]`, or one bias `[out]`: of an expert that is left alone bit by bit the same, else the
-    weighted sum."""
+    """One matrix `[out, in]` or bias `[out]` of a merged expert: the weighted sum of its members; bit by bit the
+    original's for a single one."""
     if len(merged.members) == 1:
         return weights(merged.members[0], role)
     total: Tensor | None = None
@@ -55,7 +55,8 @@ def merged_matrix(
 
 
 def neuron_orders(shape: MoEShape, weights: Weights, left: Sequence[Merged]) -> dict[int, Tensor]:
-    """Order of the neurons of each merged expert that fits those of the expert it is merged into, by expert."""
+    """Find, for each expert that is merged into another, the order of its neurons that fits those of the other, by
+    expert."""
     return {
         expert: matching_neurons(shape, partial(weights, merged.members[0]), partial(weights, expert))
         for merged in left
@@ -64,9 +65,9 @@ def neuron_orders(shape: MoEShape, weights: Weights, left: Sequence[Merged]) -> 
 
 
 def matching_neurons(shape: MoEShape, reference: Callable[[Role], Tensor], other: Callable[[Role], Tensor]) -> Tensor:
-    """The order `[intermediate]` of another expert's neurons with the least squared distance to those of `reference`,
-    over all matrices: a linear assignment that maximizes the sum of their inner products (M-SMoE, §3.2; Git Re-Basin).
-    """
+    """Match the neurons of one expert to those of `reference`: the order `[intermediate]` with the least squared
+    distance over all matrices, a linear assignment that maximizes the sum of inner products (M-SMoE, §3.2; Git
+    Re-Basin)."""
     from scipy.optimize import linear_sum_assignment
 
     products = torch.zeros(shape.intermediate, shape.intermediate)

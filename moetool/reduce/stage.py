@@ -37,7 +37,8 @@ LOST = (
 
 
 class Reduction(Stage[ReduceOptionsT]):
-    """Measures every layer's experts on the text, chooses, and writes a checkpoint of the same family.
+    """Stage that measures every layer's experts on a text, chooses which stay, and writes a checkpoint of the same
+    family.
 
     Attributes:
         holds_all: whether all experts of a layer have to be in memory together.

@@ -213,8 +213,8 @@ if TYPE_CHECKING:
 
 
 def choose(model: "PreTrainedModel", train: Literal["small", "all"]) -> dict[str, nn.Parameter]:
-    """Let norms, biases, routers, scales of codes, low-rank factors and shared bases require gradients, and nothing
-    else; with `all` also attention and experts that are stored in full. Embeddings and the head stay as they are.
+    """Let only what costs no byte require gradients: norms, biases, routers, scales of codes, low-rank factors and
+    shared bases; with `all` also attention and experts that are stored in full. Embeddings and head never do.
 
     Returns:
         The trained parameters by their names in memory.

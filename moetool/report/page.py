@@ -60,7 +60,8 @@ def _candidates(report: Report) -> Iterator[Section | None]:
 
 
 def page(report: Report, progress: Progress = SILENT) -> str:
-    """The file's content: the same for the same report and the same matplotlib. Without one it has no charts."""
+    """Render the report as one HTML file, byte by byte equal for equal reports and matplotlib versions. Without
+    matplotlib it has no charts."""
     found = sections(report)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -66,8 +66,8 @@ class RecordedResults(Printed):
 
 
 def kept_runs(path: Path, manifest: Manifest | None, results: RecordedResults | None) -> list[RecordedRun]:
-    """The jobs that made a checkpoint, the first above, as far as each kept what it cost beside its result; without
-    those that are among `results`.
+    """Records of the jobs that made a checkpoint, the first one above, as far as each left its costs beside its result;
+    those that are among `results` are left out.
 
     Raises:
         InvalidInputError: another version of moetool has kept something else.

@@ -118,7 +118,7 @@ class TextCoverage(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class MergedExperts(Printed):
-    """The experts that a layer was left with: of each, those of the original that it is or was merged of."""
+    """The experts that a layer was left with, and the original experts that each was merged of."""
 
     layer: int
     made_of: Sequence[Sequence[int]]

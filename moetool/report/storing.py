@@ -86,7 +86,7 @@ _KINDS = (
 
 
 def bytes_by_kind(checkpoint: Checkpoint, reader: ExpertReader | None) -> dict[str, int]:
-    """Bytes of all tensors by what they are, the most first.
+    """Bytes of all tensors by kind, the largest first.
 
     Args:
         checkpoint: of any model.

@@ -30,7 +30,7 @@ class Stored:
 
 
 class KeepsWide(nn.Module):
-    """A module some tensors of which stay in 32 bits when the model they belong to goes to 16."""
+    """A module some of whose tensors stay in 32 bits when the model is cast to 16."""
 
     kept_wide: ClassVar[tuple[str, ...]] = ()
 
@@ -89,7 +89,7 @@ class RowPart(NamedTuple):
 
 
 class NestedFactors(NamedTuple):
-    """Factors U V of which a smaller rank has the first directions: how each is stored.
+    """Forms of the factors U and V of a low-rank form in which a smaller rank has the first directions of a larger one.
 
     Attributes:
         u: makes of a basis `[out, k]` the U `[out, rank]` that is stored, in a model of some dtype.
@@ -235,8 +235,8 @@ class Representation(ABC):
     def trainable(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
     ) -> Trainable | None:
-        """Stored tensors of a matrix `[out, in]` for gradients to move, `matrix` being what they were made of; `None`
-        if there is nothing to move, or no way to."""
+        """Return the stored tensors of a matrix `[out, in]` in a form that gradients can move, `matrix` being the
+        original; `None` if the representation has nothing to move."""
         return None
 
     def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:

@@ -16,8 +16,8 @@ AnyCodes = QuantizedWeight | MixedRowsWeight
 
 @contextmanager
 def decoded_once(model: nn.Module) -> Iterator[None]:
-    """Hold in fp32 what the codes of a model stand for before scaling, 4 bytes per number, for the time of the `with`
-    block: products are the same, and need not decode."""
+    """Context manager in which the unscaled values of a model's codes are held in fp32, 4 bytes per weight: products
+    are equal, and nothing is decoded again."""
     weights = [module for module in model.modules() if isinstance(module, AnyCodes)]
     for weight in weights:
         vars(weight)["forward"] = partial(_product, weight, _values(weight), _rows(weight))

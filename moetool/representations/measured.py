@@ -35,7 +35,7 @@ class Measured:
 
     @property
     def energy(self) -> Tensor | None:
-        """`[in]`: how much the squared error of each input counts, `None` where all count the same."""
+        """Weight `[in]` of each input's squared error; `None` if all inputs count alike."""
         if self.importance is not None or self.gram is None:
             return self.importance
         return self.gram.diagonal()

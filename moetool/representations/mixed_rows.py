@@ -38,8 +38,8 @@ MOST_WIDTHS = 3  # different numbers of bits, beside none: kernels have room for
 
 
 class CodedPart(NamedTuple):
-    """Rows that have the same bits: how they are stored, where they are from the fewest bits on, and where their codes
-    begin and end."""
+    """Rows of a matrix with equal bits: their form, their range in the order from fewest bits on, and the range of
+    their codes."""
 
     form: Quantized
     first: int
@@ -168,8 +168,8 @@ class MixedRows(Representation):
         return unpack(row_bits, self._index_bits, rows).argsort(stable=True)
 
     def ranked(self, counts: Tensor) -> Tensor:
-        """The number of its part [out] uint8 for every row, of what it counts [out]: those that count most have most
-        bits."""
+        """Assign each row the number of its part, [out] uint8, by its importance [out]: the most important rows get
+        most bits."""
         rows, places = len(counts), torch.empty(len(counts), dtype=torch.uint8, device=counts.device)
         rising = counts.argsort(stable=True)
         for index, part in enumerate(self.row_parts((rows, 1))):

@@ -122,7 +122,8 @@ class Quantized(Representation):
 def encode_together(
     parts: Sequence[tuple[Tensor, Representation]], dtype: torch.dtype, measured: Measured
 ) -> list[dict[str, Tensor]]:
-    """Encode several matrices on the same measured inputs, each in its form; faster than one by one if rows are few."""
+    """Encode several matrices with the same measured inputs, each in its form, which is faster than one by one for few
+    rows."""
     together = iter(_coded([own for own in parts if not own[1].is_alone], dtype, measured))
     return [form.encode(matrix, dtype, measured) if form.is_alone else next(together) for matrix, form in parts]
 

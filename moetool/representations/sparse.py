@@ -57,7 +57,7 @@ class Sparse(Representation):
 
     @property
     def label(self) -> str:
-        """The spec without the seed, of which every matrix has one for itself."""
+        """The spec without its seed, which differs from matrix to matrix."""
         return f"{self.kind}:{self.drop!r}"
 
     @classmethod
@@ -71,7 +71,8 @@ class Sparse(Representation):
         return max(1, round(elements * (1 - Fraction(repr(float(self.drop))))))
 
     def indices(self, shape: tuple[int, int]) -> Tensor:
-        """[k] int32, ascending positions in the flattened matrix, on the CPU; the same for ever."""
+        """Positions of the stored elements in the flattened matrix: [k] int32, ascending, on the CPU, determined by the
+        seed."""
         return torch.from_numpy(sample(shape[0] * shape[1], self.count(shape), key(self.seed, "sparse")))
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Stored]:
@@ -94,7 +95,7 @@ class Sparse(Representation):
 
 @dataclass(frozen=True)
 class MagnitudeSparse(Representation):
-    """The largest elements as they are: k = round(n * kept) values and their positions, packed."""
+    """Stores the k = round(n · kept) largest elements of a delta unchanged, with their packed positions."""
 
     kept: float
     kind: ClassVar[str] = "sparse-magnitude"

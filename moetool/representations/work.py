@@ -48,7 +48,8 @@ def nearest_codes(numbers: int, bits: int = 0) -> Work:
 
 
 def feeding_back(matrix: tuple[int, int]) -> Work:
-    """The work of choosing codes one input after the other, and of measuring what they and the nearest codes lose."""
+    """Work of choosing codes one input after the other, and of measuring the errors of these and of the nearest
+    codes."""
     rows, columns = matrix
     numbers = rows * columns
     return Work(

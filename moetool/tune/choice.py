@@ -18,7 +18,7 @@ Train = Literal["auto", "all", "experts", "none"]
 
 
 def is_efficient(model: nn.Module) -> bool:
-    """Whether a model's experts are small beside what they all share."""
+    """Whether a model's experts are few parameters beside the weights that all of them share."""
     return any(
         isinstance(module, SharedBaseExperts) or (isinstance(module, CustomLayer) and module.is_efficient)
         for module in model.modules()
@@ -32,7 +32,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> int:
-    """Let what is to be trained require gradients, and nothing else; returns how many numbers that is.
+    """Let the parameters that are to be trained require gradients, and no others; returns the number of their elements.
 
     Raises:
         UsageError: the model has nothing of the kind.

@@ -26,7 +26,7 @@ _TEXTS = "text", "content"  # columns that hold a whole example, the first that 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and the same with `IGNORED` where nothing is learnt, 4 bytes each."""
+    """Token ids and labels of one example, 4 bytes each; labels of tokens that are not learnt are `IGNORED`."""
 
     ids: Sequence[int]
     labels: Sequence[int]
@@ -64,7 +64,7 @@ class Examples:
         return sum(sum(label != IGNORED for label in item.labels[1:]) for item in self.items)
 
     def digest(self) -> str:
-        """SHA-256 of all of it, in hexadecimal: a resumed run must go on with what it began with."""
+        """SHA-256 of all examples in hexadecimal, by which a resumed run checks that its data have not changed."""
         found = hashlib.sha256()
         for item in self.items:
             found.update(len(item.ids).to_bytes(8, "little") + bytes(item.ids) + bytes(item.labels))

@@ -209,7 +209,8 @@ class SeededOrder(Sampler[int]):
 
 
 class Reporter(TrainerCallback):
-    """Passes on that a step is done, and what was logged; stops where somebody asks it to."""
+    """Trainer callback that reports steps and logged values to the job, and stops the training when a stop was asked
+    for."""
 
     def __init__(self, job: Job[Any]) -> None:
         self._job = job

@@ -36,7 +36,8 @@ class Copies:
 
 
 class PartlyRedrawn:
-    """Copies of which a share of the intermediate channels is drawn anew (Drop-Upcycling, arXiv:2502.19261).
+    """Copies of the dense FFN in which a share of the intermediate channels is drawn anew (Drop-Upcycling,
+    arXiv:2502.19261).
 
     The channels are the same in gate, up and down of one expert, and others in every expert. They are drawn from a
     normal distribution with mean and standard deviation of the very numbers that they replace.

@@ -23,8 +23,8 @@ def centred(rows: Tensor, mean: Tensor) -> Tensor:
 
 
 def decorrelated(rows: Tensor, covariance: Tensor) -> Tensor:
-    """Rows mixed among themselves, as little as can be, so that on inputs of that covariance `[hidden, hidden]` the
-    logits of all experts have the same variance and no correlation.
+    """Mix router rows as little as possible so that the experts' logits have equal variance and no correlation, on
+    inputs of that covariance `[hidden, hidden]`.
 
     An expert whose logits vary more than others', or with another's, gets more or fewer tokens than its share. The mix
     is Löwdin's symmetric one, `G^(-1/2) rows` with `G = rows C rowsᵀ`; the mean variance stays. Where there are so many

@@ -51,7 +51,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class DenseArchitecture:
-    """A dense model, by name templates. Those of its language model, if it has others around it.
+    """A dense model, described by name templates; where other models surround it, these are of the language model
+    alone.
 
     Attributes:
         name: as people say it.

@@ -28,7 +28,7 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class Network:
-    """A feed-forward network, by what it consists of.
+    """Description of a feed-forward network: its linear layers by role, activation, dropout and residual.
 
     Attributes:
         linear: path of the linear layer of every role, relative to the module. Gate and up may be one layer, the gate's

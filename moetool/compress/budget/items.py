@@ -148,7 +148,7 @@ class Ladder:
 
 
 def dropped(energy: float) -> Item:
-    """The item of a matrix whose delta is to be dropped, whatever that loses."""
+    """Make the item of a matrix whose delta is to be dropped at whatever loss."""
     return Item([LowRank(0)], np.zeros(1, dtype=np.int64), np.array([energy]), np.empty(0), 0)
 
 

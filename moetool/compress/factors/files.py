@@ -103,7 +103,8 @@ class SpectrumFile:
         return self._read(TOKENS)
 
     def spectrum(self, role: Role, expert: int) -> tuple[Tensor, float]:
-        """The losses that the ranks of a delta remove, descending, and the sum of those of all ranks, stored or not."""
+        """Read the losses that each further rank of a delta removes, descending, and their sum over all ranks, stored
+        or not."""
         return self._read(f"{role}.{expert}.spectrum"), self._read(f"{role}.{expert}.total").item()
 
 

@@ -76,7 +76,7 @@ class LayerSvd:
         return self._method != "vanilla" and self._grams is not None
 
     def whitened(self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None) -> Whitened:
-        """One expert's delta `[out, in]` fp32 with the norm in which it is to be factorized.
+        """One expert's delta `[out, in]` fp32, with the norm in which it is to be factorized.
 
         With a `row_scale` `[out]`, the matrix is `row_scale[:, None] * delta`.
         """

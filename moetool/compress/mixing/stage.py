@@ -74,7 +74,7 @@ class MixingStage(Stage[MixingOptionsT]):
     @property
     @abstractmethod
     def ratio(self) -> float | None:
-        """Share of the weight files' bytes that is to be saved; `None` where the target is given otherwise."""
+        """Share of the weight files' bytes to save; `None` if the target is set by another option."""
 
     @property
     def merge(self) -> Merge:
@@ -227,7 +227,7 @@ class MixingStage(Stage[MixingOptionsT]):
         self.measured(job, others)
 
     def measured(self, job: Job, more: Sequence[StorageScheme] = ()) -> MixedLayers:
-        """The layers with the losses of all forms that are offered, and of those of `more` schemes."""
+        """Measure all layers: the losses of every form on offer, and of the forms of `more` schemes."""
         calibrated = CalibratedJob(job, self.options, gradients=True, experts_at_once=self.experts_at_once)
         schemes = {scheme.identity: scheme for scheme in (*self.offered, *more)}
         return MixedLayers(job, calibrated, self.options, list(schemes.values()), self.merge, self.given)
@@ -237,7 +237,8 @@ class MixingStage(Stage[MixingOptionsT]):
         return self.write(job, layers, self.mix(layers, self.target), self.target)
 
     def mix(self, layers: MixedLayers, target: int) -> Mix:
-        """The mix of at most `target` bytes that loses least, the same in all processes; or what was given."""
+        """Choose the mix of at most `target` bytes that loses least, equal in all processes, or take the one that was
+        given."""
         if self.given is not None:
             return Mix(self.given, {}, {layer: {} for layer in self.given})
         ranks, found = layers.job.ranks, self._choice.mix(target, layers.losses())

@@ -19,7 +19,7 @@ _PACE = Pace(codes=0.01, scales=0.006)  # of the first step
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """One matrix `[out, in]` as it is stored.
+    """One matrix `[out, in]` in its stored form, as refinement sees it.
 
     Attributes:
         form: the representation of `tensors`.

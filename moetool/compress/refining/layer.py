@@ -107,8 +107,8 @@ class LayerRefining:
         return {role: own.tensors for role, own in found.roles.items()} if self._costs[expert, 2] else None
 
     def refined_together(self, encoded: Iterator[tuple[str, Tensor]], owned: Owned) -> Iterator[tuple[str, Tensor]]:
-        """The encoded deltas that this process has, of those of all processes, with factors moved; the moved base lies
-        in its place in the work directory."""
+        """Refine the factors of all experts of a layer together, and return those deltas that this process owns. The
+        refined base is written to its file in the work directory."""
         peers, own = owned.peers, encoded_names(self._layout, owned)
         every = dict(chain.from_iterable(peers.gather(list(encoded))))
         if peers.is_first:
@@ -178,7 +178,7 @@ class LayerRefining:
         return to_cpu(full.index_select(1 if role == "down" else 0, channels).to(self._dtype))
 
     def save(self, peers: Peers) -> None:
-        """Leave losses and counts in the work directory, those of all processes together."""
+        """Write the losses and counts of all processes to the work directory."""
         peers.all_reduce(self._costs)
         if peers.is_first:
             save_tensors(refined_path(self._all.work, self._layer), {"costs": self._costs})

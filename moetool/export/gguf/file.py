@@ -96,7 +96,7 @@ def write_gguf(
     progress: Progress,
     note: Callable[[int, str], None],
 ) -> str:
-    """Write a file in order, unit by unit, so that whoever is stopped can go on at the last unit that was noted.
+    """Write a GGUF file in order, unit by unit; an interrupted run continues with the last unit that was noted.
 
     Until it is whole it has another name. What was noted of it is there, or all of it is written again.
 

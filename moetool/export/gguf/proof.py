@@ -20,7 +20,7 @@ _ROUNDING: dict[NumberType, float] = {
 
 
 def prove_file(file: Path, source: GgufSource, types: set[NumberType]) -> LoadedLayer:
-    """Compare heads, and every matrix of one layer, with those of the source; a file that differs is deleted.
+    """Compare the headers, and every matrix of one layer, with the source; a file that differs is deleted.
 
     Args:
         file: that was written.

@@ -76,7 +76,7 @@ _OUTSIDE = {HEAD: 6, EMBEDDINGS: 4}  # bits of what no gradients are measured of
 
 
 def offered_types(tensor: GgufTensor, *, is_tied: bool) -> tuple[FewBits, ...]:
-    """The types that a tensor can have, from the smallest; none if it stays as it is."""
+    """Types that a tensor may have, the smallest first; none for a tensor that stays as it is."""
     columns = tensor.shape[-1]
     if tensor.is_always_wide:
         return ()

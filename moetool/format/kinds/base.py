@@ -110,7 +110,7 @@ class CustomModule(BaseModel, ABC):
         return tuple(range(layers))
 
     def check(self, dense: DenseArchitecture, layers: int | None, hidden: int | None) -> None:
-        """Compare with what the rest of `config.json` says; `None` is what it does not say.
+        """Compare the spec with the rest of `config.json`, of which missing entries are given as `None`.
 
         Raises:
             InvalidInputError: it does not fit the model.
