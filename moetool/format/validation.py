@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from moetool.architectures.base import EXPERT_KEYS, GROUP_KEYS, TOP_K_KEYS, Settings, whole_number
 from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.dense.derived import derive_dense
-from moetool.architectures.dense.told import CHECKED
+from moetool.architectures.dense.known import CHECKED
 from moetool.architectures.known import KNOWN
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside

@@ -16,12 +16,12 @@ from moetool.architectures.dense import (
     DENSE_SIBLINGS,
     ENCODERS,
     FEATURES,
-    TOLD,
+    KNOWN_DENSE,
     check_predicts,
     find_dense_architecture,
     is_encoder,
 )
-from moetool.architectures.dense.told import CHECKED
+from moetool.architectures.dense.known import CHECKED
 from moetool.errors import InvalidInputError
 
 NEOX = {"up": "dense_h_to_4h.weight", "down": "dense_4h_to_h.weight"}
@@ -39,7 +39,7 @@ PLACES: dict[str, tuple[str, str, dict[str, str], tuple[str, ...]]] = {
     "bert": ("bert.encoder.layer.{layer}", "intermediate", BERT, ("own_block", "ungated")),
 }
 PLACES |= dict.fromkeys(("glm", "glm4"), ("model.layers.{layer}", "mlp", GATED_JOINED, ("own_block",)))
-PLACES |= {name: ("model.layers.{layer}", "mlp", GATED, told.features) for name, told in TOLD.items()}
+PLACES |= {name: ("model.layers.{layer}", "mlp", GATED, known.features) for name, known in KNOWN_DENSE.items()}
 PLACES["phi3"] = ("model.layers.{layer}", "mlp", GATED_JOINED, ())
 FAMILIES = {**DENSE_FAMILIES, **MOEFY_FAMILIES}
 
@@ -66,7 +66,7 @@ def test_what_is_derived(family: str) -> None:
 
 def test_every_family_whose_entries_are_checked_is_tested() -> None:
     assert {model_type for model_type, _ in FAMILIES.values()} == CHECKED
-    assert set(TOLD) < CHECKED
+    assert set(KNOWN_DENSE) < CHECKED
 
 
 @pytest.mark.parametrize("family", sampled([*DENSE_FAMILIES, *DERIVED_DENSE], DENSE_STRUCTURES))

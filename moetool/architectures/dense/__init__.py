@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from moetool.architectures.base import experts_told
 from moetool.architectures.dense.base import FEATURES, DenseArchitecture
 from moetool.architectures.dense.derived import derive_dense, has_experts
-from moetool.architectures.dense.told import ENCODERS, TOLD, is_encoder
+from moetool.architectures.dense.known import ENCODERS, KNOWN_DENSE, is_encoder
 from moetool.architectures.known import KNOWN
 from moetool.errors import InvalidInputError
 
@@ -13,7 +13,7 @@ __all__ = [
     "DENSE_SIBLINGS",
     "ENCODERS",
     "FEATURES",
-    "TOLD",
+    "KNOWN_DENSE",
     "DenseArchitecture",
     "check_predicts",
     "find_dense_architecture",
@@ -109,7 +109,7 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
 def _is_moe(config: Mapping[str, object], told: str) -> str:
     model_type = str(config.get("model_type"))
     of = "it" if model_type in DENSE_SIBLINGS else "what moetool upcycled to this family"
-    way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in {*TOLD, *KNOWN} else ""
+    way = f"; `export --format dense --expert 0` makes one of {of}" if model_type in {*KNOWN_DENSE, *KNOWN} else ""
     return (
         f"This model ({model_type}) is an MoE model already: {told}. Upcycling and moefying start from a dense "
         f"model{way}."

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from moetool.architectures.dense.base import DenseArchitecture, Spread
+from moetool.architectures.dense.known import KNOWN_DENSE, OTHER_DENSE, is_encoder
 from moetool.architectures.dense.networks import Network, is_linear, may_be_network, network_in, size_of
-from moetool.architectures.dense.told import OTHER, TOLD, is_encoder
 from moetool.architectures.derived import entries_of
 from moetool.architectures.described import (
     check_model_type,
@@ -146,7 +146,7 @@ class _Derivation:
         _, network = next(iter(self.found.values()))
         spread = network.spread if isinstance(network, _Parts) else None
         ffn = network.entry if isinstance(network, _Parts) else self.inside
-        told = TOLD.get(type(self.model).config_class.model_type, OTHER)
+        known = KNOWN_DENSE.get(type(self.model).config_class.model_type, OTHER_DENSE)
         model_type = str(self.config["model_type"])
         layer = f"{self.layers}.{{layer}}"
         on_disk = self._layer_on_disk([name if spread else f"{ffn}.{name}" for _, name in weights])
@@ -166,14 +166,14 @@ class _Derivation:
             kept=kept,
             spread=spread,
             is_encoder=encodes,
-            joined_qkv=told.joined_qkv,
-            norm_offset=told.norm_offset,
+            joined_qkv=known.joined_qkv,
+            norm_offset=known.norm_offset,
             layer_module="" if layer == on_disk else layer,
             returns_tuple=returned > 0,
             handed_on=max(0, returned - 1),
             unused=(f"{self.model.base_model_prefix}.pooler.", "cls.seq_relationship.") if encodes else (),
-            features=(*told.features, *gateless),
-            optional_features=told.optional_features,
+            features=(*known.features, *gateless),
+            optional_features=known.optional_features,
         )
 
     def _described(self, module: "nn.Module", network: "Network | _Parts") -> _Description:

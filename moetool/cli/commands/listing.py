@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moetool.architectures.dense import FEATURES, TOLD
+from moetool.architectures.dense import FEATURES, KNOWN_DENSE
 from moetool.cli import next_step, presets
 from moetool.cli.choosing import CHOICES, in_order
 from moetool.cli.display import AsJson, print_json, print_table
@@ -77,9 +77,9 @@ def _dense_architectures() -> list[dict[str, str]]:
         {
             "architecture": model_type,
             "model types": model_type,
-            "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in told.features) or "nothing",
+            "beyond a Llama": "; ".join(f"{name}: {FEATURES[name]}" for name in known.features) or "nothing",
         }
-        for model_type, told in TOLD.items()
+        for model_type, known in KNOWN_DENSE.items()
     ]
     own = f"own_block: {FEATURES['own_block']}"
     return [*rows, {"architecture": "any other", "model types": "docs/families.md", "beyond a Llama": own}]

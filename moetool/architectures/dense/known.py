@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Told:
+class KnownDense:
     """Facts about one dense family, by its model type, that its modules do not tell.
 
     Attributes:
@@ -26,22 +26,24 @@ _ATTENTION = {"attention_bias": "attention_bias"}
 _BOTH = _ATTENTION | {"mlp_bias": "mlp_bias"}
 
 # Families whose layers some MoE family on the hub has too. Those of every other are their own.
-TOLD: Mapping[str, Told] = {
-    "gemma": Told(("scaled_embedding",), _ATTENTION, norm_offset=1.0),
-    "granite": Told(("multipliers",), _BOTH),
-    "llama": Told((), _BOTH),
-    "mistral": Told(),
-    "olmo2": Told(("query_norm",), _ATTENTION),
-    "phi3": Told(joined_qkv="self_attn.qkv_proj.weight"),
-    "qwen2": Told(("qkv_bias",)),
-    "qwen3": Told(("head_norm",), _ATTENTION),
-    "seed_oss": Told((), {"attention_bias": "qkv_bias", "attention_out_bias": "own_block", "mlp_bias": "mlp_bias"}),
+KNOWN_DENSE: Mapping[str, KnownDense] = {
+    "gemma": KnownDense(("scaled_embedding",), _ATTENTION, norm_offset=1.0),
+    "granite": KnownDense(("multipliers",), _BOTH),
+    "llama": KnownDense((), _BOTH),
+    "mistral": KnownDense(),
+    "olmo2": KnownDense(("query_norm",), _ATTENTION),
+    "phi3": KnownDense(joined_qkv="self_attn.qkv_proj.weight"),
+    "qwen2": KnownDense(("qkv_bias",)),
+    "qwen3": KnownDense(("head_norm",), _ATTENTION),
+    "seed_oss": KnownDense(
+        (), {"attention_bias": "qkv_bias", "attention_out_bias": "own_block", "mlp_bias": "mlp_bias"}
+    ),
 }
-OTHER = Told(("own_block",))
+OTHER_DENSE = KnownDense(("own_block",))
 
 # Families of which the numbers in `config.json` are checked one by one, before transformers reads them.
 CHECKED = frozenset(
-    {*TOLD, "bert", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma2", "gemma3_text", "glm", "glm4"}
+    {*KNOWN_DENSE, "bert", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma2", "gemma3_text", "glm", "glm4"}
     | {"gpt_bigcode", "gpt_neox", "hunyuan_v1_dense", "olmo", "olmo3", "opt", "phi", "smollm3", "starcoder2"}
 )
 
