@@ -309,7 +309,7 @@ def test_seeds(made: Any, tiny_mixtral: Path) -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("ratio", [0.35, 0.5, 0.58])
+@pytest.mark.parametrize("ratio", sampled([0.35, 0.5, 0.58], [0.5, 0.58]))
 def test_a_hybrid_meets_its_ratio(made: Any, tiny_mixtral: Path, ratio: float) -> None:
     path, told = made(tiny_mixtral, "--method", "hybrid", "--ratio", ratio, *GROUP, "TEXT")
     assert -0.01 <= weight_bytes(path) / weight_bytes(tiny_mixtral) - (1 - ratio) <= 0
@@ -448,12 +448,19 @@ def test_a_shared_expert_on_the_base_loses_nothing(
         assert f"{stage} works on routed ones only" in refused.stderr
 
 
+EXTENDED: tuple[tuple[object, ...], ...] = (
+    ("ders-quantize", "quantize-delta", ("--bits", 4, "--group-size", 8)),
+    ("ders-sparsify", "sparsify-delta", ("--drop", 0.7)),
+)
+
+
 @pytest.mark.parametrize(
-    ("method", "stage", "more"),
-    [
-        ("ders-quantize", "quantize-delta", ("--bits", 4, "--group-size", 8)),
-        ("ders-sparsify", "sparsify-delta", ("--drop", 0.7)),
-    ],
+    ("with_shared", "method", "stage", "more"),
+    sampled(
+        ((family, *way) for family in ("glm4_moe", "deepseek_v3") for way in EXTENDED),
+        [("glm4_moe", *EXTENDED[0]), ("deepseek_v3", *EXTENDED[1])],
+    ),
+    indirect=["with_shared"],
 )
 def test_the_extended_form(
     run_cli: Any, made: Any, with_shared: Path, tokens: torch.Tensor, tmp_path: Path, method: str, stage: str, more: Any

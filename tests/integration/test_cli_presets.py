@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from dense_families import build_dense
 from moetool.cli.presets import files
 
 
-@pytest.fixture
-def preset(tmp_path, calibration) -> Path:
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory, calibration) -> Path:
     """A preset with a variant that prunes and one that compresses less."""
     _, text, _, samples, _, length, *_ = calibration
-    path = tmp_path / "preset.yaml"
+    path = tmp_path_factory.mktemp("preset") / "preset.yaml"
     content = {
         "command": "compress",
         "method": "d2moe",
@@ -28,12 +29,13 @@ def preset(tmp_path, calibration) -> Path:
     return path
 
 
-@pytest.fixture
-def made(run_cli, tiny_mixtral_bf16, tmp_path) -> Callable[..., dict[str, bytes]]:
-    """What `compress` with these options writes."""
+@pytest.fixture(scope="module")
+def made(run_cli, tiny_mixtral_bf16, tmp_path_factory) -> Callable[..., dict[str, bytes]]:
+    """What `compress` with these options writes, once for the same options."""
 
+    @cache
     def run(*options: object) -> dict[str, bytes]:
-        output = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
+        output = tmp_path_factory.mktemp("made") / "out"
         result = run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", output, *options)
         assert result.code == 0, result.stderr
         return contents(output)

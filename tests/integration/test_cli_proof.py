@@ -64,7 +64,7 @@ def test_a_result_that_runs_as_something_else_is_refused(
         "_uses_base",
         lambda self, expert, role: (expert, role) != (1, "up") and forgets(self, expert, role),
     )
-    options = ("--method", "hybrid", "--ratio", 0.6)
+    options = ("--method", "ders-quantize", "--bits", 4, "--group-size", 16)
     said = _refused(run_cli, tiny_mixtral, tmp_path / "out", calibration, *options)
     assert "the experts of layer" in said
     monkeypatch.undo()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moetool.calibration.bundled import kinds
+from moetool.calibration import readable
+from moetool.calibration.bundled import kinds, pieces
 
 FEW = ("--sequence-length", 32, "--windows", 3)
 
@@ -20,6 +21,13 @@ def texts(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "wiki.test.txt").write_text(content[200:])
     (folder / "other.txt").write_text(content[::-1])
     return f"{folder}/wiki.test.txt,{folder}/other.txt"
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginning of every bundled text: a tokenizer of bytes takes seconds for all of it."""
+    cut = tuple(piece._replace(text=piece.text[:600]) for piece in pieces())
+    monkeypatch.setattr(readable, "pieces", lambda: cut)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,7 @@ def test_each_is_what_it_is_alone(run_cli: Any, tiny_mixtral: Path, made: Path, 
     assert "of other kinds loses more" in run_cli(*asked, "--data", texts.split(",")[0]).stdout
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_what_was_mixed_in_is_its_own_kind(run_cli: Any, tiny_mixtral: Path, texts: str, tmp_path: Path) -> None:
     """Of the bundled text those kinds that gave windows."""
     text, out = Path(texts.split(",")[0]).with_name("wiki.valid.txt"), tmp_path / "out"
@@ -81,6 +90,7 @@ def test_models_beside_one_another(run_cli: Any, tiny_mixtral: Path, made: Path,
         assert name in shown
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_bundled_is_its_kinds(run_cli: Any, tiny_mixtral: Path) -> None:
     few = ("--data", "bundled", "--windows", 1, "--sequence-length", 16, "--json")
     names = [f"bundled:{kind}" for kind in kinds()]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import sampled
 
 from moetool.job.job import Source
 
@@ -43,7 +44,11 @@ D2MOE = [
 HYBRID = [("--method", "hybrid", "--group-size", 16, "--sensitivity", kind) for kind in ("channel", "matrix", "none")]
 
 
-@pytest.mark.parametrize("options", [*D2MOE, *HYBRID], ids=lambda options: " ".join(map(str, options[1:])))
+@pytest.mark.parametrize(
+    "options",
+    sampled(((options,) for options in (*D2MOE, *HYBRID)), [(D2MOE[0],), (D2MOE[4],), (D2MOE[8],), (HYBRID[0],)]),
+    ids=lambda options: " ".join(map(str, options[1:])),
+)
 def test_an_expert_is_given_no_more_than_one_with_more_tokens(
     compress: Callable[..., Any], source: Path, options: tuple[object, ...]
 ) -> None:

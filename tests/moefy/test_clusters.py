@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_families import DENSE_FAMILIES, MOEFY_FAMILIES
 from safetensors.torch import load_file
+from sampling import DENSE_STRUCTURES, sampled
 from torch import Tensor
 from upcycled import open_dense, save_dense, write_made
 
@@ -115,7 +116,7 @@ def test_neurons_that_point_the_same_way_are_together(
 # -- tensors
 
 
-@pytest.mark.parametrize("family", [*DENSE_FAMILIES, *MOEFY_FAMILIES])
+@pytest.mark.parametrize("family", sampled([*DENSE_FAMILIES, *MOEFY_FAMILIES], [*DENSE_STRUCTURES, *MOEFY_FAMILIES]))
 def test_every_family_is_its_own_weights_in_another_order(opened: Any, tmp_path: Path, family: str) -> None:
     dense = opened(family)
     model = moefied(dense, layers=(0, 2))

@@ -128,8 +128,8 @@ def test_ties_and_zeros_leave_exactly_k() -> None:
 
 @pytest.mark.parametrize("drop", [0.5, 0.9])
 def test_unbiased_with_the_variance_of_the_closed_form(drop: float) -> None:
-    """Over 10^4 masks: mean v, variance v^2 p / (1 - p), for every element (Eq. 4)."""
-    masks, matrix = 10_000, delta((6, 10))
+    """Over 2500 masks: mean v, variance v^2 p / (1 - p), for every element (Eq. 4)."""
+    masks, matrix = 2_500, delta((6, 10))
     total, squares = torch.zeros_like(matrix), torch.zeros_like(matrix)
     for seed in range(masks):
         representation = Sparse(drop, seed)
@@ -145,7 +145,7 @@ def test_unbiased_with_the_variance_of_the_closed_form(drop: float) -> None:
     second = squares / masks * (1 - drop) / matrix.square()
     assert ((second - 1).abs() < 4.5 * (drop / (1 - drop) / masks) ** 0.5).all()
     measured = (squares / masks - mean.square()) / variance
-    assert abs(float(measured.mean()) - 1) < 0.01
+    assert abs(float(measured.mean()) - 1) < 0.02
 
 
 def test_the_same_seed_is_the_same_mask_and_another_is_not() -> None:

@@ -24,7 +24,7 @@ CUSTOM = [
 STEPS = torch.tensor([[5], [9]])
 every_custom_kind = pytest.mark.parametrize("kind", CUSTOM)
 # One of each module that routes tokens.
-COMPILED = ("mixture-with-biases", "adapters", "neurons-oracle-joined")
+COMPILED = ("mixture-with-biases", "neurons-oracle-joined")
 
 
 class Waits(TorchDispatchMode):

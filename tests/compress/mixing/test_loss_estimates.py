@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampling import sampled
 from torch import Tensor
 
 from moetool.compress.factors.sensitivity import MatrixSensitivity
@@ -51,8 +52,13 @@ def made(delta: Tensor, form: Representation, measured: Measured, counts: Matrix
     return counts.weight * float((rows * scale).sum())
 
 
-@pytest.mark.parametrize(("rows", "columns", "within"), [(640, 128, 0.1), (128, 640, 1e-3)])
-@pytest.mark.parametrize("weighs_rows", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "within", "weighs_rows"),
+    sampled(
+        ((*shape, weighs) for shape in ((640, 128, 0.1), (128, 640, 1e-3)) for weighs in (False, True)),
+        [(640, 128, 0.1, True), (128, 640, 1e-3, False)],
+    ),
+)
 def test_close_to_what_is_lost(rows: int, columns: int, within: float, weighs_rows: bool) -> None:
     delta = delta_of(rows, columns)
     row_scale = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(1)) if weighs_rows else None

@@ -6,6 +6,7 @@ import families
 import pytest
 import torch
 from reduced import config, kept, loaded, logits, never_chosen, weights
+from sampling import sampled
 
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
@@ -32,7 +33,11 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(params=list(FAMILIES))
+# Plain, grouped, stacked, and with corrections of several shapes.
+STRUCTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "granitemoe", "phimoe", "ernie4_5_moe", "lfm2_moe", "afmoe")
+
+
+@pytest.fixture(params=sampled(FAMILIES, STRUCTURES))
 def case(request: pytest.FixtureRequest, model_of: Any) -> tuple[Path, int]:
     family, overrides, experts = FAMILIES[request.param]
     return model_of(family, **overrides), experts
