@@ -102,14 +102,13 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         nonlocal rows
-        module: Any = experts
         for collector in collectors:
             collector.observe_inputs(hidden_states)
         # A node of its own, at which the experts' gradients meet before those of router and shared expert join them.
         given = hidden_states.view_as(hidden_states)
         result = torch.zeros_like(hidden_states)
         summed = hidden_states.new_zeros(len(hidden_states), held.intermediate) if wanted else None
-        routing = RoutedBatch(top_k_index, top_k_weights, module.num_experts)
+        routing = RoutedBatch(top_k_index, top_k_weights, len(held.experts))
         for collector in collectors:
             collector.observe_routing(routing)
         observe(collectors, held, routing, length, given, result, summed, rows)

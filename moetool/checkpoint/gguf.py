@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -51,6 +51,10 @@ from moetool.format.gguf import (
 )
 from moetool.format.gguf_tokenizer import CUTTINGS
 from moetool.version import __version__
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+    from tokenizers import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -149,7 +153,7 @@ class GgufModel:
     file: Path
 
     @cached_property
-    def _reader(self) -> Any:
+    def _reader(self) -> "GGUFReader":
         library = gguf_library()
         try:
             reader = library.GGUFReader(self.file)
@@ -165,7 +169,7 @@ class GgufModel:
         return reader
 
     @cached_property
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self) -> "dict[str, ReaderTensor]":
         return {tensor.name: tensor for tensor in self._reader.tensors}
 
     def _field(self, key: str) -> Any:
@@ -365,7 +369,7 @@ class GgufModel:
             self._cut_as_said(tokenizer.backend_tokenizer)
         tokenizer.save_pretrained(directory)
 
-    def _cut_as_said(self, tokenizer: Any) -> None:
+    def _cut_as_said(self, tokenizer: "Tokenizer") -> None:
         """transformers knows some names only of how a text is cut, and takes the others for GPT-2's."""
         from tokenizers import Regex, pre_tokenizers
 

@@ -292,7 +292,7 @@ def _named_for(model: "PreTrainedModel", config: Settings, entry: dict[str, Any]
     return {**entry, BESIDE: {paths.get(name, name): form for name, form in beside.items()}}
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are to be in the model's dtype: parameters, and the placeholders of bases."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
@@ -302,7 +302,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
                     yield name, buffer
 
 
-def _check_indices(model: Any) -> None:
+def _check_indices(model: nn.Module) -> None:
     """Raise `InvalidInputError` for indices in the files that lie outside of what they index: a card would not say so,
     and not go on either."""
     for path, module in model.named_modules():

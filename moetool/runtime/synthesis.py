@@ -77,7 +77,7 @@ def dense_experts(module: SharedBaseExperts) -> nn.Module:
 def _dense_shared_expert(module: SharedExpertOnBase) -> nn.Module:
     experts, native = module.experts, module.native
     for path, roles in by_name(module.names).items():
-        linear: Any = native.get_submodule(path.removesuffix(".weight"))
+        linear = native.get_submodule(path.removesuffix(".weight"))
         matrices = [experts.dense(experts.num_experts, role).to(experts.down_proj.dtype) for role in roles]
         linear.weight = nn.Parameter(torch.cat(matrices))
         if roles[0] in experts.layout.shape.biases:

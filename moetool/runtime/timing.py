@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from moetool.errors import InvalidInputError, ResourceError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 ResultT = TypeVar("ResultT")
 
@@ -68,7 +68,7 @@ def keeps_last(model: "PreTrainedModel") -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def _follow(model: "PreTrainedModel", tokens: list[Tensor], cache: Any) -> None:
+def _follow(model: "PreTrainedModel", tokens: list[Tensor], cache: "Cache") -> None:
     for token in tokens:
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
 

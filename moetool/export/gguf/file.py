@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from moetool.export.gguf.coding import block_codes
 from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
 from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, NumberType
 from moetool.job.progress import Progress
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
 
 # Numbers in a block, and its bytes.
 _BLOCKS: dict[str, tuple[int, int]] = {
@@ -90,7 +93,7 @@ def data_bytes(tensors: Sequence[GgufTensor]) -> int:
 
 def write_gguf(
     file: Path,
-    writer: Any,
+    writer: "GGUFWriter",
     units: Sequence[Sequence[GgufTensor]],
     noted: Sequence[str],
     progress: Progress,
@@ -161,7 +164,7 @@ def _taken_up(temporary: Path, noted: Sequence[str]) -> FastDigest | None:
     return digest if str(digest) == noted[-1] else None
 
 
-def _write_head(temporary: Path, writer: Any, needed: int) -> None:
+def _write_head(temporary: Path, writer: "GGUFWriter", needed: int) -> None:
     with storage_errors(temporary, needed):
         temporary.unlink(missing_ok=True)
         if (free := free_bytes(temporary)) < needed:
@@ -229,5 +232,5 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _code(number: NumberType) -> Any:
+def _code(number: NumberType) -> "GGMLQuantizationType":
     return gguf_library().GGMLQuantizationType[number.upper()]

@@ -5,7 +5,6 @@ Source: llama.cpp, tools/imatrix/imatrix.cpp (`IMatrixCollector::save_imatrix`).
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -34,7 +33,7 @@ def write_imatrix(file: Path, tensors: Mapping[str, Tensor], text: str, windows:
     Raises:
         ResourceError: it cannot be written.
     """
-    writer: Any = gguf_library().GGUFWriter(None, _TYPE)
+    writer = gguf_library().GGUFWriter(None, _TYPE)
     writer.add_type(_TYPE)
     writer.add_array(_DATASETS, [text])
     writer.add_uint32(_CHUNKS, windows)

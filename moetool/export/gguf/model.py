@@ -46,6 +46,7 @@ from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
+    from gguf import GGUFWriter
     from transformers import PreTrainedConfig
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
@@ -291,7 +292,7 @@ class GgufSource:
         steps = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
         yield self.rope["rope_theta"] ** -steps / slowed
 
-    def describe(self, writer: Any) -> None:
+    def describe(self, writer: "GGUFWriter") -> None:
         """Write the metadata of the model itself into the library's `GGUFWriter`."""
         config, start = self.config, self.family.architecture
         for key, own in COUNTS.items():
@@ -313,7 +314,7 @@ class GgufSource:
         if self.shared_intermediate:
             writer.add_uint32(f"{start}.{SHARED_WIDTH}", self.shared_intermediate)
 
-    def _describe_rope(self, writer: Any, start: str) -> None:
+    def _describe_rope(self, writer: "GGUFWriter", start: str) -> None:
         writer.add_float32(f"{start}.{ROPE_BASE}", float(self.rope.get("rope_theta", 10000.0)))
         kind = self.rope.get("rope_type", "default")
         if kind not in _SCALINGS:

@@ -4,12 +4,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 # llama.cpp's kinds of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -45,7 +48,7 @@ class GgufTokenizer:
     adds_space: bool
     template: str | None
 
-    def add_to(self, writer: Any) -> None:
+    def add_to(self, writer: "GGUFWriter") -> None:
         """Write the tokenizer into the metadata of the gguf library's `GGUFWriter`."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)

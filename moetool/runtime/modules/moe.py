@@ -127,7 +127,7 @@ class CustomMoELayer(Routed):
                 setattr(self, part, getattr(ffn, part))
         network = network_in(ffn)
         self.dropout, self.factor, self.adds = network.dropout, network.factor, network.adds
-        like: Tensor = ffn.get_submodule(network.linear["down"]).weight  # type: ignore[assignment]
+        like = ffn.get_submodule(network.linear["down"]).get_parameter("weight")
         with torch.device(like.device):
             config = SimpleNamespace(shape=shape, act_fn=unowned(network.activation))
             self.experts: nn.Module = FusedExperts(config).to(like.dtype)

@@ -278,8 +278,8 @@ def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec
         network = network_in(taken.module)
         if network.is_transposed:
             _turn(taken.module, network.linear)
-        down: Any = taken.module.get_submodule(network.linear["down"])
-        hidden, intermediate = down.weight.shape
+        down = taken.module.get_submodule(network.linear["down"])
+        hidden, intermediate = down.get_parameter("weight").shape
         expected = dense.placeholder.removesuffix("weight").removesuffix(".")
         act_fn = unowned(network.activation)
         experts = NeuronExperts(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected)
@@ -290,7 +290,7 @@ def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec
 def _turn(ffn: nn.Module, names: Mapping[Role, str]) -> None:
     """Put empty linear layers in the place of a network's `Conv1D`s: the files hold matrices `[out, in]`."""
     for path in names.values():
-        old: Any = ffn.get_submodule(path)
-        entering, leaving = old.weight.shape
-        linear = nn.Linear(entering, leaving, device=old.weight.device, dtype=old.weight.dtype)
+        old = ffn.get_submodule(path).get_parameter("weight")
+        entering, leaving = old.shape
+        linear = nn.Linear(entering, leaving, device=old.device, dtype=old.dtype)
         ffn.set_submodule(path, linear)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,10 @@ class Kernels:
         """Let go of tensors that are about to be replaced."""
         self._made = self._refused = None
 
-    def __deepcopy__(self, _: Any) -> "Kernels":
+    def __deepcopy__(self, _: object) -> "Kernels":
         return Kernels()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type["Kernels"], tuple[()]]:
         return Kernels, ()
 
 
@@ -76,7 +76,7 @@ class RoutedExperts(nn.Module, ABC):
         self._kernels = Kernels()
         self._number = numbered(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._number = numbered(self)  # a copy is another module
 
