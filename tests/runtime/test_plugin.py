@@ -257,8 +257,8 @@ def patched(compressed: Path, tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_a_newer_format_is_refused(compressed: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"format version 3; this moetool reads up to 2\. Upgrade moetool"):
-        load(patched(compressed, tmp_path, format_version=3))
+    with pytest.raises(InvalidInputError, match=r"format version 4; this moetool reads up to 3\. Upgrade moetool"):
+        load(patched(compressed, tmp_path, format_version=4))
 
 
 def test_an_unknown_representation_is_refused(compressed: Path, tmp_path: Path) -> None:
