@@ -50,7 +50,7 @@ KINDS = (
     "llama", "mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture", "pesc", "simoe", "moefied"
 )  # fmt: skip
 MOE_KINDS = ("mixtral", "qwen2_moe", "deepseek_v3", "d2moe", "hybrid", "mixture")
-DAMAGES = int(os.environ.get("MOETOOL_TEST_DAMAGES", "10"))  # of each kind
+DAMAGES = int(os.environ.get("MOETOOL_TEST_DAMAGES", "6"))  # of each kind
 ENDS = {0, 2, 3, 4, 5}
 
 

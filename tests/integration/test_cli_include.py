@@ -120,7 +120,7 @@ def test_whichever_of_two_matrices_is_in_the_file(
     "method",
     [
         ("--method", "hybrid", "--group-size", 16, "--ratio", 0.5),
-        ("--method", "d2moe", "--ratio", 0.35),
+        pytest.param(("--method", "d2moe", "--ratio", 0.35), marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_it_saves_is_left_for_experts(

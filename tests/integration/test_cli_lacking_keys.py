@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from moetool.checkpoint.settings import settings_of
 
-CASES = 2  # of each kind, by seed; all are about a thousand, and take minutes
+CASES = 1  # of each kind, by seed; all are about a thousand, and take minutes
 # What went another way than transformers: heads of keys that rows are turned by, groups that experts are dropped from,
 # a number of experts that the result has to say, and what a dense family has another default of.
 FOUND = (

@@ -3,17 +3,13 @@
 import importlib.util
 import json
 import signal
-from collections.abc import Iterator
 from itertools import cycle, product
 from pathlib import Path
-from subprocess import PIPE, Popen
-from sys import executable
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import (
-    ONE_THREAD,
     change_config,
     config_of,
     contents,
@@ -21,6 +17,7 @@ from checkpoints import (
     load,
     load_whole,
     logits,
+    python,
     relative_error,
     tensors_of,
     weight_bytes,
@@ -35,6 +32,7 @@ FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox", "phi", "gpt_bigcode", "falcon
 PESC = ("--method", "pesc", "--experts", 4, "--width", 8)
 SIMOE = ("--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5)
 METHODS = {"pesc": PESC, "simoe": SIMOE}
+EACH = [*zip(FAMILIES, cycle(METHODS), strict=False)]  # family with a method
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
 GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -94,9 +92,7 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 # -- from a dense model
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), sampled(product(FAMILIES, METHODS), zip(FAMILIES, cycle(METHODS), strict=False))
-)
+@pytest.mark.parametrize(("family", "method"), sampled(product(FAMILIES, METHODS), EACH))
 def test_every_family(dense: Any, upcycle: Any, run_cli: Any, tokens: Tensor, family: str, method: str) -> None:
     source = dense(family)
     made = upcycle(source, *METHODS[method])
@@ -394,17 +390,6 @@ assert "moetool" not in sys.modules
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_moetool(dense: Any, upcycle: Any) -> Iterator[Popen[str]]:
-    """A process that runs while other tests go on."""
-    paths = [upcycle(dense(family), *options).path for family in FAMILIES for options in METHODS.values()]
-    command = [executable, "-c", WITHOUT_MOETOOL, *map(str, paths), str(dense("llama"))]
-    started = Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=ONE_THREAD)
-    yield started
-    started.kill()
-    started.communicate()
-
-
 # -- tuning
 
 
@@ -671,7 +656,8 @@ def test_what_cannot_be_trained(
     assert "Traceback" not in result.stderr
 
 
-def test_without_moetool_nothing_loads(without_moetool: Popen[str]) -> None:
-    stdout, stderr = without_moetool.communicate(timeout=120)
-    assert without_moetool.returncode == 0, stderr
-    assert stdout.split() == ["refused"] * 2 * len(FAMILIES) + ["loaded"]
+def test_without_moetool_nothing_loads(dense: Any, upcycle: Any) -> None:
+    paths = [upcycle(dense(family), *METHODS[method]).path for family, method in EACH]
+    found = python("-c", WITHOUT_MOETOOL, *paths, dense("llama"))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["refused"] * len(EACH) + ["loaded"]

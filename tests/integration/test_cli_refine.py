@@ -8,14 +8,14 @@ import pytest
 from checkpoints import contents, logits
 
 OPTIONS = ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16)
-TEXT = ("--samples", 64, "--sequence-length", 32)
+TEXT = ("--samples", 32, "--sequence-length", 32)
 SHARDS = ("--shard-size", "40kB")
 
 
 @pytest.fixture(scope="module")
 def arguments(tiny_mixtral_bf16, tiny_text) -> tuple[object, ...]:
     text = ("--calibration", tiny_text, "--mix", 0, *TEXT)
-    return "compress", tiny_mixtral_bf16, *OPTIONS, *text, "--refine", 60, *SHARDS
+    return "compress", tiny_mixtral_bf16, *OPTIONS, *text, "--refine", 30, *SHARDS
 
 
 @pytest.fixture(scope="module")

@@ -221,17 +221,18 @@ def test_a_loss_that_is_not_a_number(run_cli: Any, moe: Path, data: Path, tmp_pa
     assert {file.stat().st_mode & 0o777 for file in kept.iterdir()} == {data.stat().st_mode & 0o777}
 
 
+TORCHRUN = {"OMP_NUM_THREADS": "1"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture
 def two_processes(crash: Any, tmp_path: Path) -> Any:
-    """`two_processes(environment, output, command, source, *options)`: what a command says under torchrun, or, if its
-    model is sharded, in two of the driver's processes."""
+    """`two_processes(environment, output, command, source, *options)`: what a command says in two of the driver's
+    processes, or under torchrun."""
 
     def run(environment: Mapping[str, str], output: Path, *arguments: object) -> tuple[Any, str]:
-        if environment == FSDP:
+        if environment in ({}, FSDP):
             done = crash(output, arguments, ranks=2, environment=environment)
             assert done["codes"] == [0, 0], done["stderr"]
             return json.loads(done["stdout"]), done["stderr"]
@@ -251,6 +252,7 @@ def two_processes(crash: Any, tmp_path: Path) -> Any:
     "environment",
     [
         pytest.param({}, id="replicated"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.exhaustive),
         pytest.param(FSDP, id="FSDP"),
         pytest.param(ZERO, id="ZeRO", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="no deepspeed here")),
     ],
