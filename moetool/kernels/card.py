@@ -120,7 +120,7 @@ def unpacked(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def summed(operands: Sequence[Operand], dtype: torch.dtype) -> Tensor:
-    """Sum matrices of one shape in fp32, and round the sum once."""
+    """Sum matrices of one shape in fp32 on a card, and round the sum once to `dtype`."""
     sparse = [operand for operand in operands if operand.kind == "sparse"]
     others = [operand for operand in operands if operand.kind != "sparse"]
     pairs = [others[first : first + 2] for first in range(0, len(others), 2)]

@@ -34,7 +34,7 @@ class Held:
         return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], [*map(_DTYPE, tensors)]
 
     def is_current(self) -> bool:
-        """Whether all tensors are still the ones that were looked at."""
+        """Whether all tensors are still the objects, at the addresses and of the dtypes, that were recorded."""
         found = [tensor for store in self._stores for tensor in store.values()]
         return (
             _are_same(found, self._found)
@@ -44,7 +44,7 @@ class Held:
         )
 
     def memories(self) -> set[int]:
-        """Addresses at which the memory of the held tensors begins."""
+        """Addresses at which the memory blocks of all held tensors begin."""
         stored = [*self._tensors]
         stored += [tensor for _, derived in self._derived for tensor in derived]
         return {tensor.untyped_storage().data_ptr() for tensor in stored}

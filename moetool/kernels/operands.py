@@ -21,7 +21,7 @@ _LEVELS = 16
 
 
 class UnsupportedMatrixError(ValueError):
-    """A matrix that no kernel here multiplies with."""
+    """No kernel can multiply by a matrix; callers then run in plain torch."""
 
 
 def operand_row(operand: Operand) -> list[int]:

@@ -50,7 +50,7 @@ class Table:
 
     @property
     def address(self) -> int:
-        """The address of `numbers` in memory."""
+        """Memory address of `numbers`, the table that kernels read."""
         return self.numbers.data_ptr()
 
     def is_current(self) -> bool:

@@ -89,7 +89,7 @@ class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
 
 
 class MoetoolExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """The routed experts of one layer."""
+    """vLLM's method for the compressed experts of one layer: makes room for their tensors, loads and runs them."""
 
     def __init__(self, moe: Any, config: Any, checkpoint: Settings, index: int, layout: LayerLayout) -> None:
         super().__init__(moe)

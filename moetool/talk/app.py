@@ -39,14 +39,14 @@ _NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text t
 
 
 class LoadedModel(ModelManager):  # type: ignore[misc]
-    """One model that is there from the start, and stays."""
+    """A model manager of transformers' serving app that holds one loaded model and never unloads it."""
 
     def __init__(self, name: str, model: "PreTrainedModel", tokenizer: Any) -> None:
         super().__init__()
         self.force_model, self._pair = name, (model, tokenizer)  # loaded here, so not told to transformers' own
 
     def load_model_and_processor(self, *_: object, **__: object) -> tuple["PreTrainedModel", Any]:
-        """The model and its tokenizer, whatever is asked for."""
+        """Return the loaded model and its tokenizer, whatever model was asked for."""
         return self._pair
 
     def get_gen_models(self) -> list[dict[str, object]]:

@@ -42,7 +42,7 @@ class Talker(Protocol):
 
 @dataclass
 class Conversation:
-    """Messages so far, and the model that answers them."""
+    """A conversation: its messages so far, and the model that answers them."""
 
     talker: Talker
     system: str | None = None
@@ -52,7 +52,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with the system message alone."""
+        """Drop all messages but the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def say(self, text: str, write: Write) -> Answer:
@@ -101,7 +101,7 @@ class Until:
             self._pass(len(self._held) - begun)
 
     def finish(self) -> None:
-        """Pass on what was held back."""
+        """Pass on the text that was held back as a possible beginning of a stop word."""
         if not self._ended:
             self._pass(len(self._held))
 

@@ -15,7 +15,7 @@ _OURS = {"compute_dtype", "keep", "synthesize"}
 
 
 class TalkOptions(GeneratingOptions):
-    """Options of both commands."""
+    """Options that `moetool chat` and `moetool serve` share."""
 
     context: int | None = Field(
         None,
@@ -25,7 +25,7 @@ class TalkOptions(GeneratingOptions):
 
 
 class ChatOptions(TalkOptions):
-    """Options of `moetool chat`."""
+    """Options of `moetool chat`: system message, length and sampling of answers."""
 
     system: str | None = Field(None, description="System message, before the first question.")
     max_tokens: int = Field(512, ge=1, description="Most tokens of an answer.")
@@ -34,7 +34,7 @@ class ChatOptions(TalkOptions):
 
 
 class ServeOptions(TalkOptions):
-    """Options of `moetool serve`."""
+    """Options of `moetool serve`: address and port to listen at."""
 
     host: str = Field("127.0.0.1", description="Address to listen at; 0.0.0.0 is every address of this machine.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0 takes a free one.")

@@ -48,7 +48,7 @@ class Server:
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """End `run`, which another thread is in."""
+        """Let `run`, which blocks another thread, return."""
         self._server.should_exit = True
 
 

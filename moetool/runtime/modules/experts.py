@@ -102,7 +102,7 @@ class SharedBaseExperts(ExpertTensors):
             return self._forward(hidden, chosen, weights)
 
     def on_kernels(self) -> KernelExperts:
-        """The experts as kernels run them; see `RoutedExperts`."""
+        """Describe bases, deltas and biases of all experts to kernels, as `RoutedExperts.on_kernels` asks for."""
         found = {role: self._bias(role) for role in self.layout.shape.roles}
         biases = {role: bias for role, bias in found.items() if bias is not None}
         return self.kernels_of(range(self.num_experts), biases)

@@ -52,7 +52,7 @@ class RoleMatrices:
     turn: Rotation | None = None
 
     def turned(self, inputs: Tensor) -> Tensor:
-        """Inputs `[…, in]` as the matrices want them."""
+        """Rotate inputs `[…, in]` if the role's matrices are stored for rotated inputs."""
         return inputs if self.turn is None else self.turn(inputs)
 
 
@@ -353,13 +353,13 @@ def refuse_export() -> None:
 
 
 def by_number(number: Tensor) -> Any:
-    """The module that was `numbered` so."""
+    """Find the module that `numbered` gave this number."""
     return _MODULES[int(number)]
 
 
 @torch.library.custom_op("moetool::experts", mutates_args=())
 def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
-    """`infer` of a module."""
+    """Custom operator that runs `infer` of the experts with this number, opaque to compiled graphs."""
     output: Tensor = by_number(number).infer(hidden, chosen, weights)
     return output
 
@@ -371,7 +371,7 @@ def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor
 
 @torch.library.custom_op("moetool::rows", mutates_args=())
 def run_rows_by_number(rows: Tensor, number: Tensor, width: int) -> Tensor:
-    """`infer` of a module that makes `[…, width]` of `[…, in]`."""
+    """Custom operator that runs `infer` of the module with this number on rows `[…, in]`: `[…, width]`."""
     output: Tensor = by_number(number).infer(rows)
     return output
 

@@ -52,7 +52,7 @@ class Kernels:
         return made
 
     def forget(self) -> None:
-        """Let go of tensors that are about to be replaced."""
+        """Drop the kernel form, whose addresses are about to become invalid."""
         self._made = self._refused = None
 
     def __deepcopy__(self, _: object) -> "Kernels":
@@ -90,11 +90,11 @@ class RoutedExperts(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the matrices are."""
+        """The device on which the experts' matrices lie."""
         return self.down_proj.device
 
     def holders(self) -> Iterable[nn.Module]:
-        """The modules whose tensors it reads."""
+        """Modules whose tensors the kernel form refers to: by default this one and all inside it."""
         return self.modules()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
