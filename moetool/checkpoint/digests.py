@@ -8,8 +8,7 @@ from pathlib import Path
 
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.manifest import Manifest
-from moetool.checkpoint.names import COSTS, MANIFEST
-from moetool.checkpoint.reader import WORK_DIRECTORIES
+from moetool.checkpoint.names import COSTS, MANIFEST, WORK_DIRECTORIES
 from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, seal
 from moetool.checkpoint.source import DOCUMENTS, DOWNLOADED
 

@@ -1,6 +1,9 @@
 """Names of the files that make up a checkpoint."""
 
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -13,3 +16,16 @@ ADAPTER = "adapter_config.json"  # of peft
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
 UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
+WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
+
+
+def sidecars_in(root: Path) -> Iterator[Path]:
+    """Files below a checkpoint's directory that are neither its weights nor what describes it and no other."""
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in WORK_DIRECTORIES]
+        for name in names:
+            stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
+            file = Path(directory) / name
+            is_own = file == root / COSTS or (file.parent == root and name in (CONFIG, MANIFEST, CARD))
+            if not stem.endswith(WEIGHTS) and not is_own:
+                yield file

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from moetool.architectures import aliases
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
 from moetool.checkpoint.missing import without_config, without_weights
-from moetool.checkpoint.names import CARD, CONFIG, COSTS, INDEX, MANIFEST, SINGLE, WEIGHTS
+from moetool.checkpoint.names import CONFIG, INDEX, SINGLE, WEIGHTS, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
@@ -26,7 +25,6 @@ from moetool.format.marker import moetool_entry, without_stored
 from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
 
 _LONGEST_NAME = 255  # of a file, on every system that there is
-WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,12 @@ class Checkpoint:
         forms = [self.forms[name] for name in names]
         return {part: self.stored[part] for form in forms for part in (*form.parts, *form.notes)}
 
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """Names of the tensors that only another tool's engine reads, such as scales of activations."""
+        parts = {part for form in self.forms.values() for part in (*form.parts, *form.notes)}
+        return frozenset(self.on_disk.keys() - self.tensors.keys() - parts)
+
     def growth(self, without: Collection[str] = ()) -> int:
         """Bytes by which decoded matrices grow when they are written as they are read, of all but those of these
         names."""
@@ -252,7 +256,7 @@ class Checkpoint:
         (`.git`, `.cache`, `.moetool`), and what another tool says of a format that is decoded.
         """
         left = ABOUT_WEIGHTS if self.stored_as is not None else frozenset()
-        return sorted(file for file in _sidecars(self.path) if file.name not in left)
+        return sorted(file for file in sidecars_in(self.path) if file.name not in left)
 
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal, over the config and the names, sizes, headers and content of the weight files.
@@ -381,14 +385,3 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
 def _stays_inside(shard: str) -> bool:
     name = Path(shard)
     return not name.is_absolute() and ".." not in name.parts and "\0" not in shard and len(name.name) <= _LONGEST_NAME
-
-
-def _sidecars(root: Path) -> Iterator[Path]:
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in WORK_DIRECTORIES]
-        for name in names:
-            stem = name.removesuffix(".tmp").removesuffix(".index.json").lower()
-            file = Path(directory) / name
-            is_own = file == root / COSTS or (file.parent == root and name in (CONFIG, MANIFEST, CARD))
-            if not stem.endswith(WEIGHTS) and not is_own:
-                yield file

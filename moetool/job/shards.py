@@ -58,24 +58,51 @@ class ShardPlan:
         return self.writer(Path()).nbytes
 
 
-class OutputPlan(ShardPlan):
-    """The shards for given layouts of the MoE layers of a model that is otherwise left as it is.
+class PassingPlan(ShardPlan):
+    """The shards of a model some tensors of which pass through.
 
     Attributes:
-        source, layouts: as given.
-        kept: names of the tensors that are passed on as the source stores them, in another tool's format.
+        source: where they are from.
+        stored: names of the tensors that pass through as the source stores them, in another tool's format.
     """
 
+    def __init__(self, source: Source, units: Iterable[tuple[int, Sequence[TensorSpec]]], shard_size: int) -> None:
+        self.source = source
+        self.stored: set[str] = set()
+        super().__init__(units, shard_size)
+
+    def passing(self, name: str) -> list[TensorSpec]:
+        """The tensors that are written for one that passes through: itself, or what stores it in few bits."""
+        source = self.source
+        if not source.keeps_stored or name not in source.checkpoint.forms:
+            info = source.checkpoint.tensors[name]
+            return included_specs(source, TensorSpec(name, info.dtype, info.shape))
+        return self.passing_as_stored(*source.checkpoint.stored_parts([name]))
+
+    def passing_as_stored(self, *names: str) -> list[TensorSpec]:
+        """Tensors of the files that are written as they are, of those that are not yet."""
+        held = {name: self.source.checkpoint.on_disk[name] for name in names if name not in self.stored}
+        self.stored.update(names)
+        return [TensorSpec(name, info.dtype, info.shape) for name, info in held.items()]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that passes through, as it is written. Raises `InvalidInputError` if the file has changed."""
+        checkpoint = self.source.checkpoint
+        return checkpoint.read_stored(name) if name in self.stored else checkpoint.read(name)
+
+
+class OutputPlan(PassingPlan):
+    """The shards for given layouts of the MoE layers of a model that is otherwise left as it is."""
+
     def __init__(self, source: Source, layouts: Mapping[int, LayerLayout], shard_size: int) -> None:
-        self.source, self.layouts = source, dict(layouts)
-        self.kept: set[str] = set()
-        super().__init__(self._units(), shard_size)
+        self.layouts = dict(layouts)
+        super().__init__(source, self._units(), shard_size)
 
     def _units(self) -> Iterator[tuple[int, list[TensorSpec]]]:
         """Everything outside the layers, then the layers in order; tensors that are not experts pass through."""
         source, layouts = self.source, self.layouts
         for layer, passed in _passed(source, layouts).items():
-            specs = [spec for name in passed for spec in self._passing(name)]
+            specs = [spec for name in passed for spec in self.passing(name)]
             if layer in layouts:
                 specs += source.experts.specs(layer, layouts[layer])
                 if source.experts.layout(layer).is_extended and not layouts[layer].is_extended:
@@ -83,26 +110,10 @@ class OutputPlan(ShardPlan):
             if specs:
                 yield layer, specs
 
-    def _passing(self, name: str) -> list[TensorSpec]:
-        """The tensors that are written for one that passes through: itself, or what stores it in few bits."""
-        source = self.source
-        if not source.keeps_stored or name not in source.checkpoint.forms:
-            info = source.checkpoint.tensors[name]
-            return included_specs(source, TensorSpec(name, info.dtype, info.shape))
-        parts = source.checkpoint.stored_parts([name])
-        specs = [TensorSpec(part, info.dtype, info.shape) for part, info in parts.items() if part not in self.kept]
-        self.kept.update(parts)
-        return specs
-
-    def read(self, name: str) -> Tensor:
-        """A tensor that passes through, as it is written. Raises `InvalidInputError` if the file has changed."""
-        checkpoint = self.source.checkpoint
-        return checkpoint.read_stored(name) if name in self.kept else checkpoint.read(name)
-
     def config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        """The `config.json` to write, with what the source says of the format of tensors that are kept, if any are."""
+        """The `config.json` to write, with what the source says of the format of stored tensors, if there are any."""
         stored = self.source.checkpoint.stored_entry
-        return with_stored(config, stored) if self.kept and stored is not None else config
+        return with_stored(config, stored) if self.stored and stored is not None else config
 
 
 def _passed(source: Source, layouts: Mapping[int, LayerLayout]) -> dict[int, list[str]]:

@@ -11,6 +11,7 @@ from moetool.checkpoint.experts import Weights
 from moetool.job.job import Source
 from moetool.reduce.choosing import Merged
 from moetool.reduce.plan import rows_kept
+from moetool.reduce.stored import has_stored_experts, stored_tensors
 
 
 def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: bool) -> Iterator[tuple[str, Tensor]]:
@@ -20,6 +21,8 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
     reader = source.experts
     weights = partial(reader.dense, layer)
     orders = neuron_orders(reader.shape, weights, left) if align else {}
+    if are_stored := has_stored_experts(source):
+        yield from stored_tensors(source, layer, [merged.members[0] for merged in left])
     for roles in reader.shape.groups:
 
         def matrix(role: Role, place: int) -> Tensor:
@@ -29,7 +32,8 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
             apart = {} if role == "down" else orders  # its outputs are no neurons
             return merged_matrix(partial(reader.bias, layer), role, left[place], apart, reader.dtype)
 
-        yield from reader.native_tensors(layer, roles, len(left), matrix)
+        if not are_stored:
+            yield from reader.native_tensors(layer, roles, len(left), matrix)
         yield from reader.bias_tensors(layer, roles, len(left), bias)
     for name in source.checkpoint.tensors:
         if source.architecture.is_router(layer, name):

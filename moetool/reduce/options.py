@@ -5,10 +5,10 @@ from typing import ClassVar, TypeVar
 from pydantic import Field
 
 from moetool.checkpoint.sizes import Ratio
-from moetool.job.options import RunOptions, SizeOptions, TextOptions
+from moetool.job.options import KeepOptions, RunOptions, SizeOptions, TextOptions
 
 
-class ReduceOptions(RunOptions, SizeOptions, TextOptions):
+class ReduceOptions(RunOptions, SizeOptions, KeepOptions, TextOptions):
     """Options of reducing experts: how many are kept, and the calibration text that chooses."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "experts")

@@ -14,16 +14,17 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
-from moetool.job.shards import ShardPlan
+from moetool.job.shards import PassingPlan
 from moetool.job.writing import original_bytes
 from moetool.reduce.choosing import Fewer
 from moetool.reduce.options import ReduceOptions
+from moetool.reduce.stored import has_stored_experts, stored_specs, unread_beside
 
 _PREDICTION = "num_nextn_predict_layers"
 _NEAR = 0.01  # a ratio missed by more than this is worth a note
 
 
-class ReducedPlan(ShardPlan):
+class ReducedPlan(PassingPlan):
     """Assignment of tensors to shards if every MoE layer keeps `kept` experts; other tensors pass through.
 
     Attributes:
@@ -31,8 +32,8 @@ class ReducedPlan(ShardPlan):
     """
 
     def __init__(self, source: Source, kept: int, shard_size: int) -> None:
-        self.source, self.kept = source, kept
-        super().__init__(self._of_layers(), shard_size)
+        self.kept = kept
+        super().__init__(source, self._of_layers(), shard_size)
 
     def _of_layers(self) -> Iterator[tuple[int, list[TensorSpec]]]:
         """Everything outside the layers, then the layers in order."""
@@ -51,7 +52,13 @@ class ReducedPlan(ShardPlan):
             counts = reader.has(layer) and architecture.is_router(layer, name)
             if counts and (axis := expert_axis(info.shape, architecture)) is not None:
                 shape[axis] += self.kept - reader.shape.experts
-            specs[layer].append(TensorSpec(name, info.dtype, tuple(shape)))
+                specs[layer].append(TensorSpec(name, info.dtype, tuple(shape)))
+            else:
+                specs[layer] += self.passing(name)
+        if source.keeps_stored:
+            for name in unread_beside(source):
+                layer = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
+                specs[layer] += self.passing_as_stored(name)
         for layer, own in specs.items():
             own += self._experts(layer) if reader.has(layer) else ()
             if own:
@@ -59,17 +66,20 @@ class ReducedPlan(ShardPlan):
 
     def _experts(self, layer: int) -> Iterator[TensorSpec]:
         source, shape = self.source, self.source.experts.shape
+        if are_stored := has_stored_experts(source):
+            yield from stored_specs(source, layer, self.kept)
         for roles in shape.groups:
             alone = (together[0] for together in source.architecture.together(roles))
             for role in alone if source.architecture.is_fused else roles:
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
-                    yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))
+                    if not are_stored:
+                        yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))
                     if role in shape.biases:
                         bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
                         yield TensorSpec(bias.name, bias.dtype, (self.kept, *bias.shape[1:]))
                     continue
-                for expert in range(self.kept):
+                for expert in range(0 if are_stored else self.kept):
                     name = source.architecture.weight_name(layer, expert, role)
                     yield TensorSpec(name, info.dtype, info.shape)
 
@@ -104,7 +114,8 @@ def lost_names(source: Source) -> set[str]:
 
 
 def reduced_config(source: Source, kept: int) -> dict[str, object]:
-    """`config.json` with another number of experts, and without layers that predict further tokens if these go."""
+    """`config.json` with another number of experts, and without layers that predict further tokens if these go; with
+    what it says of the format that it is stored in, if it stays in that."""
     settings, count = source.checkpoint.settings, source.experts.shape.experts
     config = language_entries(source.checkpoint.config)
     counts = [key for key in EXPERT_KEYS if whole_number(settings, key) == count]
@@ -112,7 +123,9 @@ def reduced_config(source: Source, kept: int) -> dict[str, object]:
     changes: dict[str, object] = dict.fromkeys(named, kept)
     if lost_names(source) and _PREDICTION in config:
         changes[_PREDICTION] = 0
-    return with_language_entries(source.checkpoint.config, changes)
+    reduced = with_language_entries(source.checkpoint.config, changes)
+    entry = source.checkpoint.stored_entry
+    return {**reduced, "quantization_config": dict(entry)} if source.keeps_stored and entry is not None else reduced
 
 
 def check_reducible(source: Source) -> None:

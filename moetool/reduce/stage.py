@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +30,7 @@ from moetool.reduce.options import ReduceOptionsT
 from moetool.reduce.plan import ReducedPlan, check_reducible, experts_left, lost_names, reduced_config
 from moetool.reduce.results import ReducedLayer, ReducedResult
 from moetool.reduce.scores import TOKENS, Scores
+from moetool.reduce.stored import keeps_format
 
 LOST = (
     "Its layers that predict further tokens have experts, too, of which nothing can be measured: the result is without "
@@ -53,6 +55,11 @@ class Reduction(Stage[ReduceOptionsT]):
     merges: ClassVar[bool] = False
     aligns: ClassVar[bool] = False
     asks_router: ClassVar[bool] = False
+
+    def __init__(self, source: Source, options: ReduceOptionsT) -> None:
+        super().__init__(source, options)
+        keeps = self.source.keeps_stored and not self.merges and keeps_format(self.source)
+        self.source = replace(self.source, keeps_stored=keeps)
 
     @abstractmethod
     def _scores(self, calibrated: CalibratedJob, index: int, layer: nn.Module) -> Scores:
@@ -156,7 +163,7 @@ class Reduction(Stage[ReduceOptionsT]):
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             made = layer_tensors(source, layer, chosen[layer], align=self.aligns) if layer in chosen else ()
-            return with_the_rest(source.checkpoint.read, plan.unit(layer), made)
+            return with_the_rest(plan.read, plan.unit(layer), made)
 
         write_checkpoint(
             job,

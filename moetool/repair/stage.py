@@ -219,7 +219,7 @@ class Repair(Stage[RepairOptions]):
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             for spec in plan.unit(layer):
                 own, new = plan.read(spec.name), made.get(spec.name)
-                if spec.name in plan.kept or new is None or not own.is_floating_point() or new.shape != own.shape:
+                if spec.name in plan.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:
                     yield spec.name, new.detach().to(own.dtype)

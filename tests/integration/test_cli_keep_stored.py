@@ -33,6 +33,8 @@ SAVED: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "nvfp4": ("deepseek_v3", save_nvfp4),
     "mxfp4": ("gpt_oss", save_mxfp4),
 }
+# In groups of DeepSeek-V3's least size there is no expert too many.
+UNGROUPED = {"fp8 of Qwen3": ("qwen3_moe", save_fp8), "nvfp4 of Mixtral": ("mixtral", save_nvfp4)}
 JOB = ("--method", "quantize", "--bits", 3, "--group-size", 8)
 Stored = Callable[[str], Path]
 
@@ -44,7 +46,7 @@ def stored(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
     def make(form: str) -> Path:
         if form not in made:
-            family, save = SAVED[form]
+            family, save = {**SAVED, **UNGROUPED}[form]
             own = {**DERIVED.get(family, {}), **({"intermediate_size": 64} if family == "gpt_oss" else {})}
             source = save_model(families.build(family, dtype=torch.bfloat16, **own), root / f"{form}-source")
             save(source, root / form)
@@ -256,3 +258,31 @@ def test_a_ratio_is_of_the_stored_bytes(
     made = Checkpoint.open(tmp_path / "out")
     assert made.weight_bytes <= 0.8 * Checkpoint.open(source).weight_bytes
     assert made.stored_as == "FP8 in blocks of 8 × 8"
+
+
+@pytest.mark.parametrize("form", sampled([*UNGROUPED, "int4", "gptq", "awq", "int8", "mxfp4"], [*UNGROUPED, "mxfp4"]))
+def test_fewer_experts_are_a_checkpoint_in_the_same_format(
+    run_cli: Any, stored: Stored, tmp_path: Path, calibration: tuple[object, ...], form: str
+) -> None:
+    source, kept, wide = stored(form), tmp_path / "kept", tmp_path / "wide"
+    reader = Source.open(source).experts
+    job = ("--method", "reap", "--experts", reader.shape.experts - 2, *calibration)
+    plan = run(run_cli, "compress", source, kept, *job, "--dry-run")
+    run(run_cli, "compress", source, kept, *job)
+    run(run_cli, "compress", source, wide, *job, "--no-keep-stored")
+    assert plan["output_bytes"] == Checkpoint.open(kept).weight_bytes
+    config = config_of(kept)
+    assert config.pop("quantization_config") == config_of(source)["quantization_config"]
+    assert config == config_of(wide)
+    one, other = Checkpoint.open(kept), Checkpoint.open(wide)
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(one.read(name).equal(other.read(name)) for name in other.tensors)
+    lost = {name for name in tensors_of(source) if f".experts.{reader.shape.experts - 1}." in name}
+    lost |= {name for name in tensors_of(source) if f".experts.{reader.shape.experts - 2}." in name}
+    further = {name for name in tensors_of(source) if f".layers.{reader.architecture.layers}." in name}
+    assert tensors_of(kept).keys() == tensors_of(source).keys() - lost - further
+    run(run_cli, "verify", kept)
+    again = ("--method", "quantize", "--bits", 3, "--group-size", 8)
+    for path in (kept, wide):
+        run(run_cli, "compress", path, tmp_path / f"{path.name}-3", *again, "--no-keep-stored")
+    assert weights(tmp_path / "kept-3") == weights(tmp_path / "wide-3")

@@ -76,7 +76,7 @@ def test_a_job_makes_what_it_makes_of_the_decoded_model(
     stored, plain = pair(family)
     command, *options = job
     text = () if command == "export" else calibration
-    options += [] if command == "export" or "reap" in job else ["--no-keep-stored"]
+    options += [] if command == "export" else ["--no-keep-stored"]
     run(run_cli, command, stored, tmp_path / "one", *options, *text)
     if command == "export":
         assert {name: own.tolist() for name, own in tensors_of(tmp_path / "one").items()} == {
