@@ -55,7 +55,7 @@ def tokens(tiny_tokens: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def calibration(tiny_text: Path) -> tuple[object, ...]:
-    return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16
+    return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16, "--mix", 0
 
 
 @pytest.fixture(params=[("qwen3_vl_moe", turned), ("qwen3_5_moe", joined)], ids=lambda given: given[0])

@@ -31,8 +31,11 @@ SHARING = {
 # per token that layers hand on, and a norm after experts.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
 STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark")
-# What does not depend on a family's own names and layers is tried on a sample.
-each_structure = pytest.mark.parametrize("model", sampled(FAMILIES, STRUCTURES), indirect=True, scope="module")
+# What does not depend on a family's own names and layers is tried on a half of them.
+one_half, other_half = (
+    pytest.mark.parametrize("model", sampled(FAMILIES, half), indirect=True, scope="module")
+    for half in (STRUCTURES[1::2], (*STRUCTURES[::2], "deepseek_v4"))
+)
 
 
 @pytest.fixture(scope="module", params=sampled(FAMILIES, STRUCTURES))
@@ -48,7 +51,7 @@ def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def calibration(tiny_text: Path) -> tuple[object, ...]:
-    return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16
+    return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16, "--mix", 0
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> None:
@@ -66,7 +69,7 @@ def test_all_is_kept_if_nothing_is_asked_for(
             assert_close(load(tmp_path / "full")(**given).logits, load(model)(**given).logits)
 
 
-@each_structure
+@one_half
 def test_it_gets_smaller_learns_and_becomes_dense_again(
     run_cli: Any, model: Path, calibration: Any, tiny_text: Path, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -100,7 +103,7 @@ def assert_around_is_kept(small: Path, model: Path) -> None:
     assert told == config_of(model)
 
 
-@each_structure
+@other_half
 def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path) -> None:
     made = run_cli("compress", model, tmp_path / "codes", "--method", "quantize", "--bits", 4, *calibration)
     assert made.code == 0, made.stderr
@@ -111,11 +114,11 @@ def test_it_is_quantized(run_cli: Any, model: Path, calibration: Any, tokens: to
 
 @pytest.mark.parametrize("model", STRUCTURES, indirect=True, scope="module")
 def test_in_sixteen_bits_it_is_saved_again_and_generates_with_padding(
-    run_cli: Any, save_model: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
+    run_cli: Any, save_model: Any, model: Path, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
     family, small, again = config_of(model)["model_type"], tmp_path / "small", tmp_path / "again"
     source = save_model(families.build(family, dtype=torch.bfloat16, **FAMILIES[family]), tmp_path / "model")
-    made = run_cli("compress", source, small, "--method", "hybrid", "--ratio", 0.05, *calibration)
+    made = run_cli("compress", source, small, "--method", "ders-quantize", "--bits", 4)
     assert made.code == 0, made.stderr
     loaded = load_whole(small, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -132,6 +135,7 @@ def test_in_sixteen_bits_it_is_saved_again_and_generates_with_padding(
         assert together[0, 8:].equal(alone[0, 5:])
 
 
+@other_half
 def test_a_third_of_its_experts_goes(
     run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_export_computes_the_same(run_cli: Any, model: Path, compressed: Path, t
     torch.testing.assert_close(logits(output, tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
 
 
+@each_structure
 def test_full_rank_loses_nothing(
     run_cli: Any, model: Path, calibration: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
