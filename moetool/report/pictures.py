@@ -12,6 +12,7 @@ from moetool.report.charts import Bars, Chart, Heat, Lines, Values, elided
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.ticker import Formatter
 
 WIDTH = 5.0  # inches of 72 units: as wide as a phone, so that 11 units of text can be read there
@@ -130,11 +131,12 @@ def _heat(axes: "Axes", chart: Heat) -> None:
     there = [value for row in values for value in row if not math.isnan(value)]
     least = chart.least if chart.least is not None else min(there, default=0.0)
     most = max(chart.most if chart.most is not None else max(there, default=1.0), least + 1e-9)
+    drawn: ScalarMappable
     if len(chart.rows) * len(chart.columns) > _CELLS:
         drawn = axes.imshow(values, cmap=_MAP, vmin=least, vmax=most, aspect="auto", interpolation="none")
     else:
         edges = [[step - 0.5 for step in range(len(names) + 1)] for names in (chart.columns, chart.rows)]
-        drawn = axes.pcolormesh(*edges, values, cmap=_MAP, vmin=least, vmax=most)  # type: ignore[assignment]
+        drawn = axes.pcolormesh(*edges, values, cmap=_MAP, vmin=least, vmax=most)
         axes.invert_yaxis()
     axes.set_xticks(*_ticks(chart.columns))
     axes.set_yticks(*_ticks(chart.rows))

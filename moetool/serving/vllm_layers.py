@@ -32,7 +32,7 @@ _SHARDS: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}
 _INNER = "routed_experts"  # where vLLM keeps the parameters of `experts`
 
 
-class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
+class MoetoolServing(QuantizationConfig):
     """The `quantization_config` of a moetool checkpoint, as vLLM asks it for methods."""
 
     def __init__(self, entry: Mapping[str, object]) -> None:
@@ -88,7 +88,7 @@ class MoetoolServing(QuantizationConfig):  # type: ignore[misc]
         return served_layouts(self._checkpoint)
 
 
-class MoetoolExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class MoetoolExpertsMethod(FusedMoEMethodBase):
     """vLLM's method for the compressed experts of one layer: makes room for their tensors, loads and runs them."""
 
     def __init__(self, moe: Any, config: Any, checkpoint: Settings, index: int, layout: LayerLayout) -> None:

@@ -38,7 +38,7 @@ _LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions
 _NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text to /v1/completions') }}"
 
 
-class LoadedModel(ModelManager):  # type: ignore[misc]
+class LoadedModel(ModelManager):
     """A model manager of transformers' serving app that holds one loaded model and never unloads it."""
 
     def __init__(self, name: str, model: "PreTrainedModel", tokenizer: Any) -> None:
