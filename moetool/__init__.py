@@ -10,9 +10,10 @@ from moetool.version import __version__
 
 if TYPE_CHECKING:
     from moetool.runtime.modules.moefied import set_keep
+    from moetool.runtime.paging import page_experts
     from moetool.runtime.synthesis import synthesize
 
-__all__ = ["__version__", "set_keep", "synthesize"]
+__all__ = ["__version__", "page_experts", "set_keep", "synthesize"]
 
 autoload.install()
 
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> object:
         from moetool.runtime.synthesis import synthesize
 
         return synthesize
+    if name == "page_experts":
+        from moetool.runtime.paging import page_experts
+
+        return page_experts
     if name == "set_keep":
         from moetool.runtime.modules.moefied import set_keep
 

@@ -93,11 +93,11 @@ def load_to_generate(
         UsageError: the options do not fit the model.
         ResourceError, InvalidInputError: as `load_for`.
     """
-    from moetool.measure.loading import load_for, stored_dtype
+    from moetool.measure.loading import load_paged, stored_dtype, unless_paged
 
     dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
-    model = load_for(checkpoint, options.device, dtype, progress)
-    synthesis = apply_synthesis(model, options.synthesize, few_tokens=True)
+    model = load_paged(checkpoint, options, dtype, progress)
+    synthesis = apply_synthesis(model, unless_paged(options, options.synthesize), few_tokens=True)
     if synthesis.needed:
         progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
     if options.keep is not None:

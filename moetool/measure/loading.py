@@ -10,11 +10,12 @@ from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.progress import SILENT, Progress, phase
-from moetool.measure.options import EvaluatedOptions
+from moetool.measure.options import EvaluatedOptions, PagedOptions
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import check_memory, load_model, loading_memory
 from moetool.runtime.modules.moefied import set_keep
-from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
+from moetool.runtime.paging import page_experts
+from moetool.runtime.synthesis import Synthesis, SynthesisChoice, apply_synthesis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,10 +45,15 @@ def _place(device: str) -> torch.device | str:
 
 
 def load_for(
-    checkpoint: Checkpoint, device: str, compute_dtype: str | torch.dtype, progress: Progress = SILENT
+    checkpoint: Checkpoint,
+    device: str,
+    compute_dtype: str | torch.dtype,
+    progress: Progress = SILENT,
+    *,
+    paged: bool = False,
 ) -> "PreTrainedModel":
     """A language model in evaluation mode; `device` may be `map`, to spread a large model over what there is. What it
-    takes of the memory is told to `progress` before.
+    takes of the memory is told to `progress` before, unless its experts are to be paged.
 
     Raises:
         ResourceError: that is more than there is.
@@ -55,16 +61,33 @@ def load_for(
     """
     check_predicts(checkpoint.config)
     dtype, place = computed_in(checkpoint, device, compute_dtype), _place(device)
-    memory = check_memory(checkpoint, dtype, place)
-    needed, free = format_bytes(memory.needed), format_bytes(memory.free)
-    progress.log(f"Loading needs about {needed} of memory, {free} are free.")
+    if not paged:
+        memory = check_memory(checkpoint, dtype, place)
+        needed, free = format_bytes(memory.needed), format_bytes(memory.free)
+        progress.log(f"Loading needs about {needed} of memory, {free} are free.")
     check_sizes(checkpoint)
     with phase(progress, "Load", 0), described_in(checkpoint.path):
-        model = load_model(checkpoint, dtype, place)
+        model = load_model(checkpoint, dtype, place, paged=paged)
         with torch.inference_mode():
             # A config can promise what its layers cannot compute, which none of them says before it runs.
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     return model
+
+
+def load_paged(
+    checkpoint: Checkpoint, options: PagedOptions, compute_dtype: str | torch.dtype, progress: Progress = SILENT
+) -> "PreTrainedModel":
+    """A model as `load_for` loads it, with its experts paged if the options say so."""
+    paged = options.offload == "experts"
+    model = load_for(checkpoint, "cpu" if paged else options.device, compute_dtype, progress, paged=paged)
+    if paged:
+        page_experts(model, options.memory)
+    return model
+
+
+def unless_paged(options: PagedOptions, synthesize: Synthesis) -> Synthesis:
+    """Experts that are paged run as they are stored."""
+    return "on-the-fly" if options.offload == "experts" else synthesize
 
 
 def load_to_evaluate(
@@ -76,8 +99,8 @@ def load_to_evaluate(
         UsageError: the options do not fit the model.
         ResourceError, InvalidInputError: as `load_for`.
     """
-    model = load_for(checkpoint, options.device, options.compute_dtype, progress)
-    synthesis = apply_synthesis(model, options.synthesize)
+    model = load_paged(checkpoint, options, options.compute_dtype, progress)
+    synthesis = apply_synthesis(model, unless_paged(options, options.synthesize))
     if options.keep is not None:
         set_keep(model, options.keep)
     return model, synthesis

@@ -1,9 +1,10 @@
 """Options that all commands have in common that load a model and run it."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from moetool.checkpoint.sizes import ByteSize
 from moetool.job.options import Options
 from moetool.runtime.synthesis import Synthesis
 
@@ -20,7 +21,31 @@ class LoadedOptions(Options):
     )
 
 
-class EvaluatedOptions(LoadedOptions):
+class PagedOptions(LoadedOptions):
+    """Options of commands that can leave experts in their files, for a model that is larger than memory."""
+
+    offload: Literal["none", "experts"] = Field(
+        "none",
+        description="Leave a compressed model's experts in its files; only those used last are in memory (Linux).",
+    )
+    memory: ByteSize | None = Field(
+        None,
+        description="With --offload: memory that the process may take, e.g. 8GiB [default: 80 % of the machine's].",
+    )
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        if self.offload == "none":
+            if self.memory is not None:
+                raise ValueError("--memory limits what experts take that are offloaded: say --offload experts, too")
+        elif self.device not in ("auto", "cpu"):
+            raise ValueError(f"--offload experts is for the processor, not for --device {self.device}")
+        elif getattr(self, "synthesize", "auto") == "load":
+            raise ValueError("experts that are made dense (--synthesize load) cannot be offloaded")
+        return self
+
+
+class EvaluatedOptions(PagedOptions):
     """Options of commands that run a model on many tokens at a time."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -33,7 +58,7 @@ class EvaluatedOptions(LoadedOptions):
     )
 
 
-class GeneratingOptions(LoadedOptions):
+class GeneratingOptions(PagedOptions):
     """Options of commands that run a model token by token."""
 
     synthesize: Synthesis = Field(

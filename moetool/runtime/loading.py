@@ -109,16 +109,21 @@ def _can_go_to_disk(checkpoint: Checkpoint) -> bool:
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device | str | None = None,
+    *,
+    paged: bool = False,
 ) -> "PreTrainedModel":
     """A language model in evaluation mode, every tensor of which is the file's; `device` may be a device map such as
-    `"auto"`.
+    `"auto"`. Of a model that is to be `paged` what fits is not asked here: its files are mapped.
 
     Raises:
         InvalidInputError: transformers cannot load it, or it has other tensors than the files, in names or shapes.
         ResourceError: there is too little memory for it.
     """
-    check_memory(checkpoint, dtype, device)
+    if not paged:
+        check_memory(checkpoint, dtype, device)
     renamed = {re.escape(alias): own for alias, own in aliases(checkpoint.config).items()}
     options = {
         "dtype": dtype,

@@ -85,6 +85,8 @@ def _check_memory(checkpoints: Sequence[Checkpoint], options: BenchOptions) -> N
     device = pick_device(options.device)
     free = free_bytes(device)
     needed = [_needed(checkpoint, compute_dtype(checkpoint, options.compute_dtype)) for checkpoint in checkpoints]
+    if options.offload == "experts":
+        needed[0] = 0  # what it takes is asked for when its files are mapped
     if sum(needed) > free:
         each = " and ".join(
             f"{format_bytes(size)} for {own.path}" for size, own in zip(needed, checkpoints, strict=True)
@@ -111,8 +113,8 @@ def _runners(paths: Sequence[str], options: BenchOptions, threads: int) -> Itera
         yield [HereRunner(paths[0], options)]
         return
     with ExitStack() as stack:
-        # Only the model is moefied: its original has no share to keep.
-        each = [options, *[options.model_copy(update={"keep": None})] * (len(paths) - 1)]
+        # Only the model is moefied or paged: its original has no share to keep.
+        each = [options, *[options.model_copy(update={"keep": None, "offload": "none"})] * (len(paths) - 1)]
         yield [
             stack.enter_context(closing(ThereRunner(path, own, threads))) for path, own in zip(paths, each, strict=True)
         ]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.options import context_length
-from moetool.measure.options import LoadedOptions
+from moetool.measure.options import PagedOptions
 from moetool.runtime.synthesis import Synthesis
 
 
@@ -25,7 +25,7 @@ def _split(value: object) -> object:
 Numbers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_split), Field(min_length=1)]
 
 
-class BenchOptions(LoadedOptions):
+class BenchOptions(PagedOptions):
     """Options of `bench`: models, batch sizes, lengths, repetitions."""
 
     against: str | None = Field(None, description="Another model, timed in turns with this one; ratios are to it.")

@@ -24,11 +24,12 @@ from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.measure.bench.costs import Costs, model_costs
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.result import Memory
-from moetool.measure.loading import stored_dtype
+from moetool.measure.loading import stored_dtype, unless_paged
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import load_model
 from moetool.runtime.memory import return_freed_memory, return_heap
 from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.paging import page_experts
 from moetool.runtime.synthesis import apply_synthesis
 from moetool.runtime.timing import Seconds, time_decode
 
@@ -55,7 +56,8 @@ class HereRunner:
     def __init__(self, path: str, options: BenchOptions) -> None:
         self._checkpoint, self._options = Checkpoint.open(path), options
         self._is_spread = options.device == "map"
-        self._device = pick_device("auto" if self._is_spread else options.device)
+        paged = options.offload == "experts"
+        self._device = pick_device("cpu" if paged else "auto" if self._is_spread else options.device)
 
     def prepare(self) -> None:
         """Do all that comes before loading: what transformers imports for a model belongs to none of its numbers."""
@@ -72,10 +74,12 @@ class HereRunner:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         with PeakMemory(_INTERVAL) as peak, described_in(checkpoint.path):
-            self._model = load_model(checkpoint, dtype, "auto" if self._is_spread else device)
-            synthesized = (
-                apply_synthesis(self._model, options.synthesize, few_tokens=options.new_tokens > 0).chosen == "load"
-            )
+            paged = options.offload == "experts"
+            self._model = load_model(checkpoint, dtype, "auto" if self._is_spread else device, paged=paged)
+            asked = unless_paged(options, options.synthesize)
+            synthesized = apply_synthesis(self._model, asked, few_tokens=options.new_tokens > 0).chosen == "load"
+            if paged:
+                page_experts(self._model, options.memory)
         seconds = time.perf_counter() - start
         if options.keep is not None:
             set_keep(self._model, options.keep)
