@@ -86,7 +86,7 @@ _KINDS = (
 
 
 def bytes_by_kind(checkpoint: Checkpoint, reader: ExpertReader | None) -> dict[str, int]:
-    """Bytes of all tensors by kind, the largest first.
+    """Bytes of all tensors in the files by kind, the largest first.
 
     Args:
         checkpoint: of any model.
@@ -95,7 +95,8 @@ def bytes_by_kind(checkpoint: Checkpoint, reader: ExpertReader | None) -> dict[s
     named = {} if reader is None else dict(_experts(reader))
     found: Counter[str] = Counter()
     for name, info in checkpoint.tensors.items():
-        found[named.get(name) or _kind(name)] += info.nbytes
+        held = checkpoint.stored_parts([name]).values() if name in checkpoint.forms else (info,)
+        found[named.get(name) or _kind(name)] += sum(own.nbytes for own in held)
     return dict(found.most_common())
 
 

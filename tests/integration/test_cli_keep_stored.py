@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightRenaming
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.job.job import Source
+from moetool.report.storing import bytes_by_kind
 from moetool.runtime.building import quantizer_of
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": True}
@@ -128,6 +129,9 @@ def test_commands_on_such_a_result(run_cli: Any, fp8: tuple[Path, Path, Path], t
     assert one["parameters"]["total"] == other["parameters"]["total"]
     assert one["original_bytes"] == other["original_bytes"] == Checkpoint.open(source).weight_bytes
     run(run_cli, "report", kept, tmp_path / "report.html")
+    opened = Source.open(kept)
+    in_files = sum(info.nbytes for info in opened.checkpoint.on_disk.values())
+    assert sum(bytes_by_kind(opened.checkpoint, opened.experts).values()) == in_files
 
 
 def test_saved_again_it_is_in_the_model_s_dtype(fp8: tuple[Path, Path, Path], tmp_path: Path) -> None:
