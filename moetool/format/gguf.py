@@ -14,8 +14,8 @@ from moetool.architectures import Architecture, Role
 from moetool.architectures.base import Settings, whole_number
 from moetool.errors import InvalidInputError, UsageError
 
-# Files of an export: the model, and what llama-quantize can be told of it.
-MODEL, IMATRIX, TENSOR_TYPES = "model.gguf", "imatrix.gguf", "tensor-types.txt"
+# Files of an export: the model, what llama-quantize can be told of it, and what Ollama is.
+MODEL, IMATRIX, TENSOR_TYPES, MODELFILE = "model.gguf", "imatrix.gguf", "tensor-types.txt", "Modelfile"
 
 EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")})
 SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from moetool.checkpoint.reader import Checkpoint
 
@@ -33,9 +33,7 @@ class _StoredParts:
         self.checkpoint = checkpoint
         self.matrices = {part: name for name, form in checkpoint.forms.items() for part in (*form.parts, *form.notes)}
         rules = deepcopy(list(renamings))
-        self.renamed = {
-            apply_renamings(part, rules): apply_renamings(name, rules) for part, name in self.matrices.items()
-        }
+        self.renamed = {_renamed(part, rules): _renamed(name, rules) for part, name in self.matrices.items()}
 
     def __deepcopy__(self, _: Any) -> "_StoredParts":
         return self  # the loader copies conversions for every parameter
@@ -50,6 +48,13 @@ class _StoredParts:
 
         rows = form.rows(span, 0, torch.Size(form.shape[:-1]).numel())
         return rows.view(form.shape).to(parts[form.parts[0]].device)
+
+
+def _renamed(name: str, rules: Sequence[WeightRenaming]) -> str:
+    """A name after all renamings: `apply_renamings` of transformers, which 5.17 to 5.19 do not have."""
+    for rule in rules:
+        name, _ = rule.rename_source_key(name)
+    return name
 
 
 class DecodingConversion(WeightConverter):

@@ -204,7 +204,8 @@ def _loaded(loaded: LoadedLayer, stage: str) -> str:
     if (error := loaded.relative_error) is None:
         return "transformers finds every tensor under the name and in the shape that it expects"
     if stage == "gguf":
-        return f"layer {loaded.layer}, read back from the file, differs from the source by {error:.1e}: rounding"
+        worst = f"the matrix that rounding changes most has an error of {error:.1%} of its size"
+        return f"layer {loaded.layer}, read back from the file, is the source's; {worst} (‖Δ‖ / ‖matrix‖)"
     return f"layer {loaded.layer} in transformers computes what the files say, within {error:.1e}"
 
 

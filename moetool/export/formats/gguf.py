@@ -4,6 +4,8 @@ On a text the codes of quantized types are chosen; of a file in 16 bits or more 
 wants to know of a model: an importance matrix, and types for tensors.
 """
 
+import contextlib
+import json
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
@@ -34,13 +37,14 @@ from moetool.export.gguf.file import GgufTensor, data_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
 from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.modelfile import modelfile
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES, gguf_library
+from moetool.format.gguf import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
 from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
-from moetool.job.options import RunOptions, TextOptions
+from moetool.job.options import RunOptions, TextOptions, context_length
 from moetool.job.plan import Plan, text_cost
 from moetool.job.progress import phase
 from moetool.job.result import Details, Sizes
@@ -199,6 +203,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             facts = measured.facts
             files += self._write_advice(job, measured)
         self._write(job, files[0], coded)
+        files.append(job.output / MODELFILE)
+        write_bytes(files[-1], self._modelfile().encode())
         if self.options.proof:
             job.loaded = prove_file(files[0], source, {tensor.type for tensor in self._tensors})
         record_origin(job, seed=self.options.seed, files=files, calibration=facts)
@@ -254,6 +260,14 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
                 digest = write_gguf(file, writer, units, noted, job.progress, note)
                 job.finish("write", made=[file], digests={file: digest})
+
+    def _modelfile(self) -> str:
+        """What Ollama is told of the file."""
+        has_template = self._tokenizer is not None and self._tokenizer.template is not None
+        file, given = self.source.checkpoint.path / GENERATION_CONFIG_NAME, {}
+        with contextlib.suppress(OSError, ValueError):  # transformers says what is wrong with it, where it matters
+            given = dict(json.loads(file.read_text(encoding="utf-8")))
+        return modelfile(MODEL, context_length(self.source.checkpoint.settings), given, has_template=has_template)
 
     def _remarks(self) -> list[str]:
         """Notes for the user: where llama.cpp differs from transformers on this model."""
