@@ -21,7 +21,7 @@ from moetool.quiet import quiet
 SIZES: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 64,
-    "intermediate_size": 256,
+    "intermediate_size": 192,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -104,7 +104,7 @@ class Shown:
 
 
 class InThisProcess(HereRunner):
-    """Runner of `bench --against` that starts no process: docs/bench.md shows one with processes."""
+    """Runner of `bench --against` that starts no process; tests/measure/bench/test_runner.py has those that do."""
 
     def __init__(self, path: str, options: BenchOptions, threads: int) -> None:
         super().__init__(path, options)
@@ -161,8 +161,7 @@ class Reader:
         if key not in self._told:
             arguments = [str(self._fixtures.get(MODELS.get(word, ""), word)) for word in smaller(list(key))]
             with pytest.MonkeyPatch.context() as patch:
-                if where.startswith("README.md"):
-                    patch.setattr("moetool.measure.bench.benchmark.ThereRunner", InThisProcess)
+                patch.setattr("moetool.measure.bench.benchmark.ThereRunner", InThisProcess)
                 result = self._run_cli(*self._with_models(arguments), "--json")
             assert result.code == 0, f"{where}: {' '.join(shown)}\n{result.stderr}"
             self._told[key] = result.json

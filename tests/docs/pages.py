@@ -201,6 +201,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["repair"])
     elif name == "compare":
         more.append(SMALLER["compare"])
+        if "--ratios" in arguments:  # the first of them
+            more.append(f"--ratios {arguments[arguments.index('--ratios') + 1].split(',')[0]}")
     elif name in ("eval", "routing") or (name == "report" and "--data" in arguments):
         more.append(SMALLER["evaluation"])
     elif name == "bench":
