@@ -169,6 +169,7 @@ class MoetoolQuantizer(HfQuantizer):
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
+        self._loading = weakref.ref(model)
         config = self._described(model)
         insert_modules(model, config)
         if self.quantization_config.to_dict().get("layers"):
@@ -182,9 +183,14 @@ class MoetoolQuantizer(HfQuantizer):
         config["quantization_config"] = _named_for(model, config, self.quantization_config.to_dict())
         return config
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
-        """transformers' conversions of files, which take placeholders, too, and leave moetool's own names alone."""
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, model)
+    def update_weight_conversions(self, weight_conversions: list[Any], *given: "PreTrainedModel") -> list[Any]:
+        """transformers' conversions of files, which take placeholders, too, and leave moetool's own names alone.
+
+        The model that is loaded is `given`; transformers 5.17 to 5.19 do not name it.
+        """
+        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *given)
+        model = given[0] if given else self._loading()
+        assert model is not None
         entering = None
         if self.quantization_config.to_dict().get("layers"):
             architecture = architecture_of(self._described(model))
