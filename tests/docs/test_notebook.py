@@ -25,7 +25,9 @@ def test_every_cell_runs(run_cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for cell in CELLS:
         cell = re.sub(r"(steps[= ])\d+", r"\g<1>2", cell)
         if cell.startswith("%%bash\n"):
-            program, *words = shlex.split(cell.removeprefix("%%bash\n").replace("\\\n", " ").replace("2> /dev/null", ""))
+            program, *words = shlex.split(
+                cell.removeprefix("%%bash\n").replace("\\\n", " ").replace("2> /dev/null", "")
+            )
             assert program == "moetool"
             done = run_cli(*words)
             assert done.code == 0, f"{cell}\n{done.stderr}"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.quantizers.base import HfQuantizer
 
 from moetool.architectures import MoEShape
 from moetool.errors import InvalidInputError
@@ -24,6 +25,7 @@ from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.runtime import autoload
 from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.plugin import MoetoolQuantizer
 
 ROOT = Path(__file__).parents[2]
 SHAPE = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
@@ -71,6 +73,18 @@ def test_it_computes_what_it_stands_for(compressed: Path, dense: Any, prompt: Te
     kinds = [type(layer.mlp.experts) is SharedBaseExperts for layer in model.model.layers]
     assert kinds == [True, False, True]
     torch.testing.assert_close(logits(model, prompt), logits(dense, prompt), rtol=1e-5, atol=1e-5)
+
+
+def test_a_loader_that_does_not_name_the_model(
+    compressed: Path, prompt: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.17 to 5.19 call it."""
+    known, own = logits(load(compressed), prompt), MoetoolQuantizer.update_weight_conversions
+    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, conversions: conversions)
+    monkeypatch.setattr(
+        MoetoolQuantizer, "update_weight_conversions", lambda self, conversions, model: own(self, conversions)
+    )
+    assert torch.equal(logits(load(compressed), prompt), known)
 
 
 def test_parameters_are_those_of_the_file(compressed: Path) -> None:
