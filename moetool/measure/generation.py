@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -134,19 +134,29 @@ def _encode(tokenizer: Tokenizer, prompt: str, chat: str) -> torch.Tensor:
     """
     if chat == "auto" and getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )["input_ids"]
-        except Exception as error:  # a template may raise whatever it likes
-            raise InvalidInputError(
-                f"The chat template cannot write the prompt: {first_line(error)}. --chat never gives it as it is."
-            ) from error
+        ids = chat_tokens(tokenizer, messages, "prompt", " --chat never gives it as it is.")
     else:
-        encoded = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    ids = encoded.long()
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
     if ids.shape[1] == 0:
         raise UsageError("The prompt is empty, and the tokenizer begins texts with nothing: write something.")
+    return ids
+
+
+def chat_tokens(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], what: str, advice: str = ""
+) -> torch.Tensor:
+    """Token ids `[1, length]` of messages in the tokenizer's chat template, up to where the answer begins.
+
+    Raises:
+        InvalidInputError: the chat template fails; the error names `what` it was to write, and ends with the advice.
+    """
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    except Exception as error:  # a template may raise whatever it likes
+        raise InvalidInputError(f"The chat template cannot write the {what}: {first_line(error)}.{advice}") from error
+    ids: torch.Tensor = encoded.long()
     return ids
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moetool.calibration.windows import check_tokens, load_tokenizer
-from moetool.checkpoint.source import first_line
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import UsageError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
-from moetool.measure.generation import generation_config, load_to_generate, only_numbers, open_to_generate
+from moetool.measure.generation import chat_tokens, generation_config, load_to_generate, only_numbers, open_to_generate
 from moetool.talk.conversation import STOP, Turn, Until, Write, plain_prompt
 from moetool.talk.options import ChatOptions
 
@@ -78,19 +77,12 @@ class CheckpointTalker:
 
     def _encode(self, messages: Sequence[Turn]) -> list[int]:
         if self.has_template:
-            try:
-                encoded = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, return_dict=True
-                )["input_ids"]
-            except Exception as error:  # a template may raise whatever it likes
-                raise InvalidInputError(
-                    f"The chat template cannot write the conversation: {first_line(error)}."
-                ) from error
+            ids = chat_tokens(self._tokenizer, messages, "conversation")
         else:
-            encoded = self._tokenizer(plain_prompt(messages))["input_ids"]
-        ids = [int(token) for token in encoded]
-        check_tokens(torch.tensor([ids]), self._settings)
-        return ids
+            ids = self._tokenizer(plain_prompt(messages), return_tensors="pt")["input_ids"].long()
+        check_tokens(ids, self._settings)
+        listed: list[int] = ids[0].tolist()
+        return listed
 
     def _room_after(self, prompt: int) -> int:
         """New tokens that there are positions for, `max_tokens` at most."""
