@@ -12,6 +12,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -177,8 +178,15 @@ def _pages(tensors: Iterable[Tensor]) -> list[Pages]:
     return [(start, end - start) for start, end in whole if start < end]
 
 
+@cache
+def _madvise() -> Any:
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
 def _advise(spans: Iterable[Pages], advice: int) -> None:
     """Advice that the system refuses costs time only."""
-    libc = ctypes.CDLL(None)
+    madvise = _madvise()  # opened once, since every layer asks for every token
     for address, length in spans:
-        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(advice))
+        madvise(address, length, advice)
