@@ -182,7 +182,7 @@ class FastDigest:
         self._hash, self._nbytes = xxhash.xxh3_128(), 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add bytes to what the digest is of."""
+        """Feed bytes to the digest."""
         self._hash.update(data)
         self._nbytes += len(data)
 

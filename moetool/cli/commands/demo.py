@@ -37,7 +37,7 @@ class _Bars(Display):
     """Progress without the messages of each command, which are about models larger than the demo's."""
 
     def log(self, message: str) -> None:
-        """Show nothing."""
+        """Drop a message that a command logs."""
 
 
 @builder()
