@@ -1,4 +1,4 @@
-"""`moetool chat`."""
+"""Command line of `moetool chat`: a conversation with a model in the terminal."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ def build(
     model: Annotated[str, typer.Argument(help="A checkpoint of any kind, or a .gguf file.", show_default=False)],
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool chat`: answer every line of the input until it ends."""
     options, display = build_options(ChatOptions, typed), Display()
     talker = _load(model, options, display)
     conversation, is_terminal = Conversation(talker, options.system), sys.stdin.isatty()

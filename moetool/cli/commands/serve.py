@@ -1,4 +1,4 @@
-"""`moetool serve`."""
+"""Command line of `moetool serve`: a model behind an HTTP server."""
 
 import contextlib
 import json as json_text
@@ -19,7 +19,7 @@ def build(
     model: Annotated[str, typer.Argument(help="A checkpoint of any kind, or a .gguf file.", show_default=False)],
     **typed: object,
 ) -> None:
-    """The command."""
+    """Run `moetool serve` until it is interrupted."""
     options, file, display = build_options(ServeOptions, typed), gguf_file(model), Display()
     check_options(model, file, options)
     server = Server(model, file, options, display)
