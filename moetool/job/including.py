@@ -1,12 +1,13 @@
 """Quantization of weights beside the experts (`--include`): attention projections, embeddings and the head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec, is_finite
 from moetool.errors import InvalidInputError, UsageError
@@ -21,7 +22,7 @@ from moetool.format.beside import (
 )
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.job.job import Input, Source
-from moetool.job.options import IncludeOptions, KeepOptions, Options
+from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options
 from moetool.representations.quantized import QuantizedMatrix
 
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
@@ -44,24 +45,45 @@ def including(source: InputT, options: Options) -> InputT:
     """
     if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.include:
         return source
-    checkpoint, architecture = source.checkpoint, source.architecture
-    kinds, done = (
-        quantizable(architecture, architecture.layers),
-        quantized_beside(checkpoint.settings),
-    )
     chosen: dict[str, QuantizedMatrix] = {}
     for kind in options.include:
-        weights = {name: checkpoint.tensors.get(weight_of(name)) for name in kinds[kind]}
-        wide = {name: info for name, info in weights.items() if info is not None and info.dtype in _WIDE}
-        if not wide:
+        weights = _weights(source, kind)
+        if not weights:
             raise UsageError(
-                f"--include {kind}: this {architecture.name} model has nothing of the kind that could be quantized. "
-                "Leave it out."
+                f"--include {kind}: this {source.architecture.name} model has nothing of the kind that could be "
+                "quantized. Leave it out."
             )
-        kept = source.checkpoint.forms if source.keeps_stored else {}  # in 8 bits or fewer already
-        due = {name: info for name, info in wide.items() if name not in done and weight_of(name) not in kept}
-        chosen |= {name: _form(info.shape[1]) for name, info in due.items()}
+        chosen |= _due(source, weights)
     return replace(source, included=chosen)
+
+
+def including_saves(source: Source) -> tuple[int, int]:
+    """Bytes that attention, embeddings and head take in the model's dtype, and how many fewer they take in 8 bits.
+
+    What is quantized already, in the source or by `--include`, does not count.
+    """
+    before = after = 0
+    for kind in INCLUDED:
+        for name, form in _due(source, _weights(source, kind)).items():
+            if name not in source.included:
+                info = source.checkpoint.tensors[weight_of(name)]
+                before += info.nbytes
+                after += form.nbytes((info.shape[0], info.shape[1]), info.dtype)
+    return before, before - after
+
+
+def _weights(source: Source, kind: str) -> dict[str, TensorInfo]:
+    """Headers of the matrices of a kind that are stored in 16 or 32 bits, by the module that holds them."""
+    names = quantizable(source.architecture, source.architecture.layers)[kind]
+    found = {name: source.checkpoint.tensors.get(weight_of(name)) for name in names}
+    return {name: info for name, info in found.items() if info is not None and info.dtype in _WIDE}
+
+
+def _due(source: Source, weights: Mapping[str, TensorInfo]) -> dict[str, QuantizedMatrix]:
+    """Forms of those of the matrices that are not in 8 bits or fewer already."""
+    done, kept = quantized_beside(source.checkpoint.settings), source.checkpoint.forms if source.keeps_stored else {}
+    due = {name: info for name, info in weights.items() if name not in done and weight_of(name) not in kept}
+    return {name: _form(info.shape[1]) for name, info in due.items()}
 
 
 def _form(columns: int) -> QuantizedMatrix:

@@ -23,6 +23,7 @@ from sampling import sampled
 from torch import Tensor
 
 import moetool
+from moetool.checkpoint.sizes import format_bytes
 from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, quantized_modules
 
 BOTH = ("--include", "attention,embeddings")
@@ -128,6 +129,17 @@ def test_what_it_saves_is_left_for_experts(
 ) -> None:
     """The whole checkpoint is as large as without, and as was promised; experts have more of it."""
     plain, more = (compress(tiny_mixtral_bf16, *method, *include) for include in ((), BOTH))
+    dense = sum(
+        tensor.nbytes for name, tensor in tensors_of(tiny_mixtral_bf16).items() if name[:-7] in PROJECTIONS + EMBEDDINGS
+    )
+    if "hybrid" in method:
+        saved = dense - dense * (1 + 2 / 32) / 2  # codes and a scale for every row of 32
+        sentence = f"Attention and embeddings take {format_bytes(dense)} of {format_bytes(plain.told['bytes_after'])}."
+        assert [note for note in plain.told["notes"] if note.startswith(sentence)] == [
+            f"{sentence} --include attention,embeddings would store them in 8 bits, and leave the experts "
+            f"{format_bytes(round(saved))} more."
+        ]
+    assert not [note for note in more.told.get("notes", ()) if "--include" in note]
     sizes = [weight_bytes(made.path) for made in (plain, more)]
     target = round(weight_bytes(tiny_mixtral_bf16) * (1 - float(str(method[-1]))))
     assert all(0.98 * target < size <= target for size in sizes)
@@ -138,9 +150,6 @@ def test_what_it_saves_is_left_for_experts(
     ]
     found = run_cli("inspect", more.path, "--json").json
     assert found["beside"]["modules"] == 14
-    dense = sum(
-        tensor.nbytes for name, tensor in tensors_of(tiny_mixtral_bf16).items() if name[:-7] in PROJECTIONS + EMBEDDINGS
-    )
     assert found["beside"]["bytes"] < 0.65 * dense
     assert experts[1] > experts[0]
     counts = run_cli("inspect", plain.path, "--json").json["parameters"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moetool.architectures import Role
+from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec, entry_nbytes
 from moetool.compress.budget.items import Group, Key, offered
 from moetool.compress.budget.spending import cheapest, fit
@@ -16,6 +17,7 @@ from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
 _SPENT = 0.98  # share of the bytes that a result may take; one that takes less gets a note
+_WORTH_INCLUDING = 0.03  # share of a result that --include has to save for a note to name it
 Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one scheme there
 # The estimated loss of every form that a scheme offers to a matrix, by layer, scheme, role and expert.
 FormLosses = Callable[[int, StorageScheme, Role, int], Sequence[float]]
@@ -231,6 +233,17 @@ def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
     if output >= _SPENT * (1 - ratio) * original:
         return ()
     return [f"Smaller than asked for, by {1 - output / original:.1%} and not {ratio:.1%}: no form on offer takes more."]
+
+
+def notes_on_including(beside: int, saved: int, output: int) -> Sequence[str]:
+    """A sentence where attention and embeddings take `beside` bytes of an `output` of so many, and would take `saved`
+    fewer in 8 bits, if that is much."""
+    if saved < _WORTH_INCLUDING * output:
+        return ()
+    return [
+        f"Attention and embeddings take {format_bytes(beside)} of {format_bytes(output)}. --include "
+        f"attention,embeddings would store them in 8 bits, and leave the experts {format_bytes(saved)} more."
+    ]
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:

@@ -24,7 +24,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.delta_encoding import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
-from moetool.compress.mixing.choosing import Choosing, Mix, notes_on, notes_on_size
+from moetool.compress.mixing.choosing import Choosing, Mix, notes_on, notes_on_including, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, average_bits
@@ -39,6 +39,7 @@ from moetool.costs.phases import menu_phases
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
+from moetool.job.including import including_saves
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
@@ -266,6 +267,7 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
+        notes += notes_on_including(*including_saves(self.source), output.nbytes)
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
             notes.append(f"Experts of {stored} layers stay as they are stored: that loses nothing, for its bytes.")
         return MixedResult(
