@@ -27,24 +27,38 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 
 
 def parse_share(value: object) -> object:
-    """`"40%"` and `"0.4"` → 0.4; anything but a number or a string passes through.
+    """`"40%"` and `"0.4"` → 0.4, a share of all bytes; anything but a number or a string passes through.
 
     Raises:
         ValueError: it is no number, or not above 0 and below 1.
     """
+    return _parsed_share(value, "all bytes", zero=False)
+
+
+def parse_window_share(value: object) -> object:
+    """`"25%"` and `"0.25"` → 0.25, a share of windows, which may be 0; anything but numbers and strings passes through.
+
+    Raises:
+        ValueError: it is no number, or below 0, or not below 1.
+    """
+    return _parsed_share(value, "the windows", zero=True)
+
+
+def _parsed_share(value: object, whole: str, *, zero: bool) -> object:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return value
     match = re.fullmatch(r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*(%?)\s*", str(value))
     if match is None:
         raise ValueError("write a share like 0.4 or 40%")
     share = float(match[1]) / (100 if match[2] else 1)
-    if not 0 < share < 1:
+    if not 0 <= share < 1 or (share == 0 and not zero):
         instead = f"; for {share:g} % write {share / 100:g} or {share:g}%" if 2 <= share < 100 else ""
-        raise ValueError(f"it is a share of all bytes, above 0 and below 1{instead}")
+        raise ValueError(f"it is a share of {whole}, {'at least' if zero else 'above'} 0 and below 1{instead}")
     return share
 
 
 Ratio = Annotated[float, BeforeValidator(parse_share)]
+WindowShare = Annotated[float, BeforeValidator(parse_window_share)]
 
 
 def format_bytes(count: float) -> str:

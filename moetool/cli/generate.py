@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_share
+from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_share, parse_window_share
 from moetool.cli.command import HintingCommand, command_of, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
@@ -98,7 +98,7 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     flag = "--" + name.replace("_", "-")
     rules = [getattr(rule, "func", None) for rule in field.metadata]
     is_size = parse_bytes in rules
-    kind = str if is_size or parse_share in rules else _plain_type(field.annotation)
+    kind = str if is_size or {parse_share, parse_window_share} & {*rules} else _plain_type(field.annotation)
     description = field.description or ""
     if re.search(r"\[(default|required)", description):
         pass  # it is said already, with more to it

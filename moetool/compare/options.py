@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.checkpoint.sizes import ByteSize, parse_share
+from moetool.checkpoint.sizes import ByteSize, WindowShare, parse_share
 from moetool.job.options import Names, Options, split_names
 from moetool.runtime.synthesis import Synthesis
 
@@ -33,8 +33,8 @@ class CompareOptions(Options):
     models: Names = Field((), description="Checkpoints that are there and belong in the table, too, with commas.")
     calibration: str | None = Field(None, description="Calibration text, as for `compress`.")
     samples: int | None = Field(None, ge=1, description="Windows of calibration text [default: the method's].")
-    mix: float | None = Field(
-        None, ge=0, lt=1, description="Share of these that is bundled text, as for `compress` [default: 0.5]."
+    mix: WindowShare | None = Field(
+        None, description="Share of these that is bundled text, as for `compress` [default: 0.5]."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
     data: str = Field(

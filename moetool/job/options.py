@@ -8,10 +8,12 @@ from moetool.architectures.base import Settings
 from moetool.calibration.data import BUNDLED, parse_data
 from moetool.calibration.mixing import MixedSources
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes
+from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes
+from moetool.checkpoint.source import is_here
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
+NO_TEXT = "none"  # as a calibration text, where nothing of that name is on the disk
 TEXTS = (  # as the help says it
     "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], "
     "bundled[:KIND], the text that comes with moetool, or self[:TEMPERATURE], text that the model writes; several with "
@@ -61,8 +63,8 @@ class TextOptions(Options):
         None, description=f"Calibration text, by default `bundled` where one is needed: {TEXTS}"
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
-    mix: float = Field(
-        0.5, ge=0, lt=1, description="Share of the windows that is bundled text where --calibration names another text."
+    mix: WindowShare = Field(
+        0.5, description="Share of the windows that is bundled text where --calibration names another text."
     )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
@@ -75,7 +77,18 @@ class TextOptions(Options):
                 "--mix is the share of bundled text beside a text of yours: name that with --calibration, or leave out "
                 "--mix, and all windows are bundled text"
             )
+        if "mix" in self.model_fields_set and self.mix and (named := self._mixing_already):
+            raise ValueError(
+                f"--calibration names {named}, beside which --mix adds nothing: leave it out, and weigh the texts by "
+                f"@WEIGHT (my-text.txt@3,{BUNDLED}@1)"
+            )
         return self
+
+    @property
+    def _mixing_already(self) -> str | None:
+        """The text among those named that has many kinds, so that nothing is mixed in; `None` if there is none."""
+        specs = () if self.calibration is None else parse_data(self.calibration)
+        return next((repr(spec.source) for spec in specs if spec.is_bundled or spec.is_self), None)
 
     @property
     def sources(self) -> MixedSources | None:
@@ -185,10 +198,18 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def with_some_text(options: OptionsT) -> OptionsT:
-    """The options with the bundled text to calibrate on, unless they name another."""
+def with_text(options: OptionsT, *, needed: bool) -> OptionsT:
+    """Settle the text that a stage calibrates on: the bundled one where a text is `needed` and none is named, and none
+    for `--calibration none`. Raises `UsageError` for that where one is needed."""
     named = getattr(options, "calibration", None)
-    return options if named is not None else options.model_copy(update={"calibration": BUNDLED})
+    if named == NO_TEXT and not is_here(NO_TEXT):
+        if needed:
+            raise UsageError(
+                f"--calibration {NO_TEXT}: this needs a text. Leave the option out, and the bundled text is used; "
+                "without any text `compress` has --method quantize --bits 4 and --method ders-quantize."
+            )
+        return options.model_copy(update={"calibration": None})
+    return options.model_copy(update={"calibration": BUNDLED}) if needed and named is None else options
 
 
 def context_length(config: Settings) -> int | None:

@@ -12,7 +12,7 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import VerificationError
 from moetool.job.including import including, keeping
 from moetool.job.job import Input, Job, Source, SourceT, joined_names
-from moetool.job.options import RunOptions, TextOptions, fit_context, with_ratio, with_some_text
+from moetool.job.options import RunOptions, TextOptions, fit_context, with_ratio, with_text
 from moetool.job.plan import Plan
 from moetool.job.result import Details, Sizes
 from moetool.job.writing import original_bytes
@@ -64,8 +64,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         self.options = fit_context(options, source.checkpoint.settings)
         if isinstance(source, Source):
             self.options = with_ratio(self.options, original_bytes(source))
-        if self.needs_text:
-            self.options = with_some_text(self.options)
+        self.options = with_text(self.options, needed=self.needs_text)
 
     @property
     def needs_text(self) -> bool:

@@ -211,6 +211,6 @@ def _log_unreached(job: Job, tokens: Mapping[int, Tensor]) -> None:
     ]
     if missed:
         job.progress.log(
-            f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
+            f"No calibration token reached {len(missed)} expert{'s' * (len(missed) > 1)} ({', '.join(missed[:4])}"
             f"{', …' if len(missed) > 4 else ''}): more --samples may."
         )

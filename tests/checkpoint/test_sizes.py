@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from moetool.checkpoint.sizes import ByteSize, Ratio, format_bytes, parse_bytes
+from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes, parse_bytes, parse_window_share
 
 GB = 1_000_000_000
 
@@ -75,3 +75,16 @@ def test_shares(written: object, share: float) -> None:
 def test_what_is_no_share(written: object) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(Ratio).validate_python(written)
+
+
+@pytest.mark.parametrize(("written", "share"), [("0", 0.0), (0, 0.0), ("25%", 0.25), ("0 %", 0.0), (0.99, 0.99)])
+def test_shares_of_windows_may_be_none_of_them(written: object, share: float) -> None:
+    assert TypeAdapter(WindowShare).validate_python(written) == share
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [("1", "below 1$"), ("-0.1", "at least 0"), ("25", "for 25 % write 0.25")]
+)
+def test_what_is_no_share_of_windows(written: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_window_share(written)

@@ -42,7 +42,7 @@ def test_half_of_the_windows_by_default(run_cli: Any, tiny_mixtral: Path, text: 
     page = tmp_path / "page.html"
     assert run_cli("report", tmp_path / "out", page).code == 0
     assert HALF in page.read_text()
-    named = ("--mix", 0.5)
+    named = ("--mix", "50%")
     assert run_cli(*job[:2], tmp_path / "named", *job[3:], *named).code == 0
     assert contents(tmp_path / "named") == contents(tmp_path / "out")
 
@@ -86,6 +86,31 @@ def test_a_share_without_a_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path
     assert refused.code == 2
     assert "--mix is the share of bundled text beside a text of yours" in refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["bundled", "self", "{text},bundled:prose"])
+def test_a_share_beside_what_has_many_kinds(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, name: str
+) -> None:
+    """Nothing would be mixed in, so that a share which is typed is refused; 0 says what happens anyway."""
+    data = ("--calibration", name.format(text=tiny_text), *SMALL)
+    job = ("compress", tiny_mixtral, tmp_path / "out", *REAP, *data, "--dry-run", "--mix")
+    refused = run_cli(*job, "25%")
+    assert refused.code == 2
+    assert "beside which --mix adds nothing" in refused.stderr
+    assert run_cli(*job, 0).code == 0
+
+
+def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    """`--calibration none` is as if no text was named where none is needed, and refused elsewhere."""
+    job = ("compress", tiny_mixtral, tmp_path / "out", "--calibration", "none", "--dry-run", "--json")
+    nearest = run_cli(*job, "--method", "quantize", "--bits", 4, "--group-size", 16)
+    assert nearest.code == 0
+    assert "texts" not in nearest.json
+    for needy in (REAP, ("--ratio", 0.4), ("--method", "quantize", "--bits", 4, "--rounding", "error-feedback")):
+        refused = run_cli(*job, *needy)
+        assert refused.code == 2
+        assert "--calibration none: this needs a text. Leave the option out" in refused.stderr
 
 
 @pytest.mark.parametrize("share", [1, -0.1, "nan"])

@@ -202,7 +202,7 @@ def finish(
     missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
     if missed:
         job.progress.log(
-            f"No calibration token reached {len(missed)} experts ({', '.join(missed[:4])}"
+            f"No calibration token reached {len(missed)} expert{'s' * (len(missed) > 1)} ({', '.join(missed[:4])}"
             f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
         )
     layouts = agreed_layouts(job.ranks, factored.layouts(options))
