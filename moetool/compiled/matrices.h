@@ -34,7 +34,7 @@ static inline float number(const uint8_t* p, int64_t form, long i) {
   if (form == F32) { float v; memcpy(&v, p + 4 * i, 4); return v; }
   uint16_t h; memcpy(&h, p + 2 * i, 2);
   if (form == BF16) { uint32_t u = (uint32_t)h << 16; float v; memcpy(&v, &u, 4); return v; }
-  _Float16 f; memcpy(&f, &h, 2); return (float)f;
+  return half(h);
 }
 static inline float scale(const Operand& m, long index) {
   const float s = number(m.scales, m.numbers, index);

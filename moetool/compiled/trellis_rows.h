@@ -52,14 +52,17 @@ template <Form F> static inline __m512i windows_of(const Operand& m, long q, int
   const __m512i found = left(_mm512_loadu_si512(own), 8 - by);
   return q && by < 8 ? _mm512_or_si512(found, right(_mm512_loadu_si512(own - m.columns), by)) : found;
 }
+static inline vf widened(__m256i halves) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
 // MANY columns of row j · stripe + q, unscaled.
 template <Form F> static inline void decode_many(const Operand& m, const Halves& table, long q, int j, long column, vf* out) {
   const __m512i apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what comes together in the end
   const __m512i at = _mm512_permutexvar_epi64(apart, windows_of<F>(m, q, j, column));
   const __m512i high = looked_up(table.high, at), low = looked_up(table.low, at);
-  const __m512i both[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-  for (int i = 0; i < 4; i++)
-    out[i] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both[i / 2], i % 2)), 16);
+  const __m512i first = _mm512_unpacklo_epi8(low, high), last = _mm512_unpackhi_epi8(low, high);
+  out[0] = widened(_mm512_castsi512_si256(first));
+  out[1] = widened(_mm512_extracti64x4_epi64(first, 1));
+  out[2] = widened(_mm512_castsi512_si256(last));
+  out[3] = widened(_mm512_extracti64x4_epi64(last, 1));
 }
 static inline bool has_many(const Operand& m) { return in_trellis((Form)m.form) && m.group % MANY == 0; }
 

@@ -89,11 +89,43 @@ static inline vf gather(const float* table, vi index) {
   vf v; for (int i = 0; i < W; i++) v[i] = table[index[i]]; return v;
 #endif
 }
+// fp16, which not every compiler has in C++ (GCC from 12 on).
+static inline float half(uint16_t h) {
+#if defined(__F16C__)
+  return _cvtsh_ss(h);
+#else
+  uint32_t u = (h & 0x7fffu) << 13;
+  float v;
+  memcpy(&v, &u, 4);
+  v *= 0x1p112f;  // from one bias of exponents to the other
+  memcpy(&u, &v, 4);
+  u |= (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;  // not finite
+  u |= (h & 0x8000u) << 16;
+  memcpy(&v, &u, 4);
+  return v;
+#endif
+}
+static inline uint16_t to_half(float v) {
+#if defined(__F16C__)
+  return _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  const uint32_t sign = u >> 16 & 0x8000;
+  u &= 0x7fffffff;
+  if (u >= 0x47800000) return sign | (u > 0x7f800000 ? 0x7e00 : 0x7c00);
+  if (u >= 0x38800000) return sign | ((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);
+  memcpy(&v, &u, 4);  // below 2⁻¹⁴ steps are 2⁻²⁴, as fp32 has them from a half on
+  v += .5f;
+  memcpy(&u, &v, 4);
+  return sign | (u - 0x3f000000);
+#endif
+}
 static inline vf halves(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #else
-  vf v; for (int i = 0; i < W; i++) { _Float16 h; memcpy(&h, p + i, 2); v[i] = (float)h; } return v;
+  vf v; for (int i = 0; i < W; i++) v[i] = half(p[i]); return v;
 #endif
 }
 // 16 numbers rounded to the nearest bf16 or fp16, ties to even.
@@ -115,6 +147,6 @@ static inline void store_f16(uint16_t* p, vf v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < W; i++) { const _Float16 h = (_Float16)v[i]; memcpy(p + i, &h, 2); }
+  for (int i = 0; i < W; i++) p[i] = to_half(v[i]);
 #endif
 }
