@@ -10,19 +10,28 @@ from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.numerics.work import Work
 
 TRAIN = "Train"
+CHOOSE = "Choose experts"
+BATCH = 4096  # tokens that choices of experts are counted on at once
+COUNTED = 32_768  # tokens of the examples on which choices of experts are counted
 
 
 def training_phases(
-    checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool
+    checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool, chooses: bool
 ) -> Phases:
     """The phases of a training of so many tokens in so many steps that moves `trained` numbers of a checkpoint; `again`
-    if forwards are made twice for less memory."""
-    work = _training_work(checkpoint, tokens, steps, trained, bf16=bf16, again=again)
-    return Phase(TRAIN, work), Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors)))
+    if forwards are made twice for less memory, `chooses` if the experts that learn are chosen before."""
+    made = COEFFICIENTS
+    work = _training_work(checkpoint, tokens, steps, trained, 1 + made.backward + again, bf16=bf16)
+    choosing = _training_work(checkpoint, COUNTED, COUNTED // BATCH, 0, 1, bf16=False)
+    return (
+        *([Phase(CHOOSE, choosing)] if chooses else ()),
+        Phase(TRAIN, work),
+        Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
+    )
 
 
-def _training_work(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool) -> Work:
-    """Forwards, backwards and optimizer steps on so many tokens; `again` if forwards are made twice for less memory."""
+def _training_work(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, times: float, *, bf16: bool) -> Work:
+    """Work of so many steps on so many tokens that take `times` as much as a forward, and move `trained` numbers."""
     config, tensors = checkpoint.settings, checkpoint.tensors
     numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
     routed = sum(count for name, count in numbers.items() if ".experts." in name)
@@ -30,7 +39,6 @@ def _training_work(checkpoint: Checkpoint, tokens: int, steps: int, trained: int
     active = sum(numbers.values()) - routed * (1 - min(1.0, share))
     layers = whole_number(config, "num_hidden_layers") or 1
     made, width = COEFFICIENTS, whole_number(config, "hidden_size") or 0
-    times = 1 + made.backward + again
     return Work(
         products={"bfloat16" if bf16 else "float32": times * tokens * active},
         moved=times * tokens * layers * made.passes * width * 4 + steps * 40 * trained,

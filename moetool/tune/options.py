@@ -7,6 +7,8 @@ from pydantic import Field
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.job.options import RunOptions
 
+TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
+
 
 class TuneOptions(RunOptions):
     """Options of `moetool tune`: the examples, number of steps, what is trained, and the router losses."""
@@ -31,9 +33,17 @@ class TuneOptions(RunOptions):
         0.01, ge=0, description="Weight of the load-balancing loss, which is 1 for even routing and E at worst."
     )
     z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
-    train: Literal["auto", "all", "experts"] = Field(
+    train: Literal["auto", "all", "experts", "task-experts"] = Field(
         "auto",
-        description="What changes: everything, or experts and routers (auto: these where they are few parameters).",
+        description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
+        "only the experts that the examples use most (ESFT).",
+    )
+    task_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
+        f"choices of the examples' tokens [default: {TASK_SHARE}].",
     )
     freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
     lora_rank: int | None = Field(

@@ -1,7 +1,7 @@
 """Instruction-tuning of an MoE model, or of any causal language model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -36,13 +36,13 @@ from moetool.job.stage import Effect, Stage
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.tune.costs import training_phases
-from moetool.tune.options import TuneOptions
+from moetool.tune.options import TASK_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from moetool.tune.examples import Examples
+    from moetool.tune.examples import Example, Examples
 
 # What the names of experts and their routers hold.
 _EXPERTS = (".experts.", *(part for kind in kinds().values() for part in kind.trained))
@@ -94,6 +94,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         _check_trackers(self.options.report_to)
         if self.options.freeze_shared and self.options.train == "all":
             raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
+        self._check_task_experts()
         if self.options.compute_dtype not in ("auto", "bfloat16" if self.options.bf16 else "float32"):
             raise UsageError(
                 f"--compute-dtype {self.options.compute_dtype}: tune holds weights in float32 and computes in it, or "
@@ -118,7 +119,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         per_step = tokens * options.accumulation
         steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
         phases = training_phases(
-            checkpoint, steps * per_step, steps, trained, bf16=options.bf16, again=options.gradient_checkpointing
+            checkpoint,
+            steps * per_step,
+            steps,
+            trained,
+            bf16=options.bf16,
+            again=options.gradient_checkpointing,
+            chooses=options.train == "task-experts",
         )
         return Plan(
             stage=self.name,
@@ -129,6 +136,24 @@ class Tune(Stage[TuneOptions, AnySource]):
             phases=phases,
             details={"parameters": numbers, "tokens_per_step": per_step},
         )
+
+    def _check_task_experts(self) -> None:
+        """Raise `UsageError` for options that would change more than the experts of `--train task-experts`."""
+        options = self.options
+        if options.train != "task-experts":
+            if options.task_share is not None:
+                raise UsageError("--task-share is for --train task-experts: give both or neither.")
+            return
+        if options.lora_rank is not None or options.quantize_base != "none":
+            raise UsageError("--train task-experts trains nothing else: leave out --lora-rank and --quantize-base.")
+        if options.freeze_shared:
+            raise UsageError("--freeze-shared is for experts that are deltas to a base, which task-experts are not.")
+        if options.weight_decay:
+            raise UsageError(
+                "--weight-decay would shrink the experts that --train task-experts leaves alone: leave it out."
+            )
+        if (tool := sharding()) is not None:
+            raise UsageError(f"--train task-experts has not been tried with {tool}: leave one of them out.")
 
     def _check_sharding(self, tool: str) -> None:
         """Raise `UsageError` for what does not work where processes share one copy of the weights or of their state."""
@@ -156,6 +181,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         few = few or self.options.lora_rank is not None or self.options.quantize_base != "none"
         if self.options.train == "all" or (self.options.train == "auto" and not few):
             return True
+        if self.options.train == "task-experts":
+            return ".experts." in name
         return any(part in name for part in _EXPERTS) or name.endswith(("gate.weight", "router.layer.weight"))
 
     def _lora_parameters(self) -> int:
@@ -182,7 +209,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
             model = load_model(self.source.checkpoint, torch.float32)
-        trained = self._prepare(job, model)
+        trained = self._prepare(job, model, examples.items)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             job.finish("data", told={"examples": examples.digest()})
         elif job.ranks.is_first and job.workspace.told("data")["examples"] != examples.digest():
@@ -197,7 +224,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             )
         if weights is not None:
             model = load_model(self.source.checkpoint, torch.float32)
-            self._prepare(job, model)
+            self._prepare(job, model, examples.items)
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
         self._write(job, model)
@@ -238,14 +265,17 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
         return examples, held_out
 
-    def _prepare(self, job: Job[AnySource], model: "PreTrainedModel") -> int:
+    def _prepare(self, job: Job[AnySource], model: "PreTrainedModel", examples: "Sequence[Example]") -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
         from moetool.runtime.modules.quantized import quantized_modules
         from moetool.runtime.modules.simoe_mixing import interpolation_of
         from moetool.tune.choice import Train, choose, has_experts, trained_parameters
         from moetool.tune.lora import add_lora, frozen_linears, quantize_linears
+        from moetool.tune.task_experts import train_task_experts
 
         options = self.options
+        if options.train == "task-experts":
+            return train_task_experts(job, model, examples, options.task_share or TASK_SHARE)
         few: Train = options.train
         if (options.lora_rank or options.quantize_base != "none") and few == "auto":
             few = "none" if options.lora_rank and not has_experts(model) else "experts"

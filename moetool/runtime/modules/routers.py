@@ -31,11 +31,13 @@ class Routers:
         modules: the routers themselves.
         logits: `[tokens, experts]` of each router, in the order in which they ran.
         chosen: `[tokens, k]`, the experts that each took, where it says so.
+        ran: the routers in that order.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor | None] = []
+        self.ran: list[nn.Module] = []
         self._watching = False
         own = (module.gate for module in model.modules() if isinstance(module, Routed))
         self.modules = {*own, *filter(is_router, model.modules())}
@@ -45,9 +47,10 @@ class Routers:
     def __len__(self) -> int:
         return len(self.modules)
 
-    def _note(self, _: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def _note(self, router: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         # Gradient checkpointing runs layers a second time, outside of the block.
         if self._watching:
+            self.ran.append(router)
             logits, chosen = (output, None) if isinstance(output, Tensor) else routed(output)
             self.logits.append(logits.reshape(-1, logits.shape[-1]))
             self.chosen.append(None if chosen is None else chosen.reshape(-1, chosen.shape[-1]))
@@ -66,3 +69,4 @@ class Routers:
         """Drop the logits and choices that were collected in the last forward pass."""
         self.logits.clear()
         self.chosen.clear()
+        self.ran.clear()
