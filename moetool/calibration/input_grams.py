@@ -42,17 +42,18 @@ class InputGramCollector(GramsInSets):
         self._mean: dict[str, Tensor] = {}
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        inputs, activation = inputs.detach(), work.activation.detach()
         self.inputs.add(expert, inputs)
         if self._down is not None:
-            self._down.add(expert, work.activation)
+            self._down.add(expert, activation)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
-        self._channels[expert] += work.activation.double().square().sum(0)
+        self._channels[expert] += activation.double().square().sum(0)
         if self._down is not None:
-            self._down.add_to_all(work.activation)
+            self._down.add_to_all(activation)
         elif self._whole_down is not None:
-            self._whole_down.add(work.activation)
+            self._whole_down.add(activation)
 
     def hold(self, experts: range) -> None:
         for grams in (self.inputs, self._down):

@@ -55,7 +55,7 @@ class BlockType:
         pack: bytes `[blocks, nbytes]` of blocks.
     """
 
-    name: str
+    name: NumberType
     numbers: int
     nbytes: int
     group: int
@@ -63,6 +63,10 @@ class BlockType:
     scale_range: tuple[int, int]
     minimum_range: tuple[int, int]
     pack: Callable[[BlockParts], _Bytes]
+
+    def size(self, numbers: int) -> int:
+        """Bytes that so many elements take in this type, whole blocks only."""
+        return numbers // self.numbers * self.nbytes
 
     @property
     def has_minimum(self) -> bool:

@@ -112,7 +112,9 @@ def model_card(
         )
     if "license" not in facts:
         sections.append("No licence is named here, since the source's card names none that a program can read.")
-    if model is None:
+    if types := [f"- layer {layer}: {_types(said)}" for layer, said in manifest.layers.items() if "types" in said]:
+        sections += ["## Types of tensors", "\n".join(types)]
+    elif model is None:
         sections.append("This is no model, but what `moetool decompose --base` asks for.")
     else:
         sections += _of_model(manifest, source, *model)
@@ -195,6 +197,13 @@ def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, objec
     yield from _loading(config)
     yield "## Limits"
     yield "\n".join(f"- {line}" for line in _limits(config))
+
+
+def _types(said: Mapping[str, object]) -> str:
+    """Types of a layer's tensors in one line, those in fp32 left out."""
+    types = said["types"]
+    assert isinstance(types, Mapping)
+    return ", ".join(f"{name.removesuffix('.weight')} {kind}" for name, kind in types.items() if kind != "f32")
 
 
 def _measured(manifest: Manifest) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Doors:
     def _reference(self, name: str) -> Path:
         return self.options.work / f"{name}.npy"
 
-    def _exported(self, name: str, types: Mapping[str, str], *, text: bool) -> Path:
+    def _exported(self, name: str, types: Mapping[str, str | int], *, text: bool) -> Path:
         """Export the model, and return its GGUF file."""
         target, kind = self.options.work / name, stages()["gguf"]
         given = {"calibration": self.options.calibration, "samples": self.options.samples} if text else {}
@@ -78,6 +78,11 @@ class Doors:
         """The model in our codes of the types that stand beside one of llama.cpp's mixtures."""
         began, (rest, experts) = time.monotonic(), PAIRS[number]
         return self.measured(self._exported(number, {"type": rest, "experts_type": experts}, text=True), began)
+
+    def sized(self, size: int) -> dict[str, Any]:
+        """The model in our codes, in a file of at most `size` bytes with a type chosen for each tensor."""
+        began = time.monotonic()
+        return self.measured(self._exported(f"size-{size}", {"size": size}, text=True), began)
 
     def own(self, size: int) -> dict[str, Any]:
         """The model in moetool's format, in at most as many bytes of tensors as a GGUF file of `size` has."""
@@ -131,6 +136,7 @@ def main() -> None:
             f"moetool, `--type {rest} --experts-type {experts}`": kept.get(
                 f"ours {number}", partial(doors.ours, number)
             ),
+            "moetool, `--size`": kept.get(f"sized {number}", partial(doors.sized, told["bytes"])),
             f"moetool, `{options.own}`": kept.get(f"{options.own} {number}", partial(doors.own, told["bytes"])),
         }
         first = len(lines)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
-from moetool.export.gguf.tensor_types import FewBits, Menu, offered_types, rounding_losses, type_lines
+from moetool.export.gguf.tensor_types import FewBits, advisable, offered_types, rounding_losses, type_lines
 from moetool.format.gguf_blocks import NumberType
 
 
@@ -85,10 +85,10 @@ def test_losses_weigh_inputs_and_outputs() -> None:
 def test_bits_go_where_they_are_missed() -> None:
     """Of two tensors as large the one that loses more gets the better type, and no byte that would help is left."""
     more, less = UP, tensor("blk.1.ffn_up_exps.weight", 4, 64, 256)
-    menu = Menu.of([more, less, NORM])
+    menu = advisable([more, less, NORM])
     losses = {more.name: [64.0, 16, 4, 1, 0.25, 0.01], less.name: [6.4, 1.6, 0.4, 0.1, 0.025, 0.001]}
     for target in (2.7, 3.4, 4.0, 5.2, 7.0):
-        chosen = menu.choose(target, losses)
+        chosen = menu.choose(menu.budget(target), losses)
         assert menu.bits_per_weight(chosen) <= target
         assert chosen[more.name].nbytes >= chosen[less.name].nbytes
         lost = sum(losses[name][menu.types[name].index(kind)] for name, kind in chosen.items())
@@ -104,14 +104,14 @@ def test_bits_go_where_they_are_missed() -> None:
 
 
 def test_a_target_below_the_smallest_types_is_refused() -> None:
-    menu = Menu.of([UP, DOWN, NORM, ROUTER, EMBEDDINGS])
+    menu = advisable([UP, DOWN, NORM, ROUTER, EMBEDDINGS])
     least = menu.bits_per_weight(menu.smallest)
-    menu.check(least)
+    menu.budget(least)
     with pytest.raises(UsageError, match="smallest types") as refused:
-        menu.check(least - 0.01)
+        menu.budget(least - 0.01)
     said = float(str(refused.value).rpartition(" ")[2].removesuffix("."))
     assert least <= said < least + 0.01
-    menu.check(said)
+    menu.budget(said)
 
 
 def test_a_line_means_one_tensor() -> None:

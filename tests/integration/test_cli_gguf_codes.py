@@ -83,14 +83,90 @@ def test_dense_models_too(
     assert {found["blk.0.ffn_down.weight"], found["blk.0.attn_output.weight"]} == {"Q4_K"}
 
 
+@pytest.mark.parametrize("option", sampled(["--type q4_0", "--target-bpw 9"], ["--target-bpw 9"]))
 def test_a_killed_export_continues(
-    crash: Any, calibration: tuple[object, ...], tiny_mixtral: Path, tmp_path: Path
+    crash: Any, calibration: tuple[object, ...], tiny_mixtral: Path, tmp_path: Path, option: str
 ) -> None:
     """In the middle; the result is the same to the byte."""
-    arguments = ("export", tiny_mixtral, "--format", "gguf", "--type", "q4_0", *calibration)
+    arguments = ("export", tiny_mixtral, "--format", "gguf", *option.split(), *calibration)
     told = crash(tmp_path / "whole", arguments)
     assert told["code"] == 0, told["stderr"]
     assert crash(tmp_path / "out", arguments, at=told["changes"] // 2)["code"] == -signal.SIGKILL
     again = crash(tmp_path / "out", (*arguments, "--resume"))
     assert again["code"] == 0, again["stderr"]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def one_type(run_cli: Any, calibration: tuple[object, ...], wide: Path, tmp_path_factory: Any) -> Path:
+    """An export in one type for all layers."""
+    target: Path = tmp_path_factory.mktemp("one") / "out"
+    assert export(run_cli, wide, target, "--type", "q3_k", *calibration).code == 0
+    return target / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def sized(
+    run_cli: Any, calibration: tuple[object, ...], wide: Path, one_type: Path, tmp_path_factory: Any
+) -> tuple[Path, Any]:
+    """An export of that size whose types are chosen, and what it says."""
+    target = tmp_path_factory.mktemp("sized") / "out"
+    result = export(run_cli, wide, target, *calibration, "--size", one_type.stat().st_size, "--json")
+    assert result.code == 0, result.stderr
+    return target, result.json
+
+
+def test_types_are_chosen_for_a_size(run_cli: Any, wide: Path, one_type: Path, sized: tuple[Path, Any]) -> None:
+    (target, told), most = sized, one_type.stat().st_size
+    size = (target / "model.gguf").stat().st_size
+    assert 0.95 * most < size <= most
+    found = types(target / "model.gguf")
+    assert {name: kind.upper() for name, kind in told["types"].items()} == found
+    assert len({kind for name, kind in found.items() if "blk" in name} - {"F32"}) > 2
+    tensors = gguf.GGUFReader(target / "model.gguf").tensors
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in tensors) / sum(int(tensor.n_elements) for tensor in tensors)
+    assert told["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
+    assert f"- layer 0: attn_k {told['types']['blk.0.attn_k.weight']}, " in (target / "README.md").read_text()
+    planned = run_cli("export", wide, target.parent / "no", "--format", "gguf", "--size", most, "--dry-run", "--json")
+    assert planned.code == 0, planned.stderr
+    assert size <= planned.json["output_bytes"] <= most
+
+
+def test_chosen_types_lose_less_than_one_for_all(
+    wide: Path,
+    tiny_text: Path,
+    one_type: Path,
+    sized: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    windows = sample_windows(str(tiny_text), load_tokenizer(wide), samples=16, sequence_length=32, seed=0)
+    assert divergence(sized[0] / "model.gguf", wide, windows) < divergence(one_type, wide, windows)
+
+
+def test_bits_per_weight_of_a_compressed_model_on_the_bundled_text(run_cli: Any, wide: Path, tmp_path: Path) -> None:
+    assert run_cli("compress", wide, tmp_path / "in", "--method", "quantize", "--bits", 4).code == 0
+    text = ("--samples", 8, "--sequence-length", 32)
+    result = export(run_cli, tmp_path / "in", tmp_path / "out", "--target-bpw", 5, *text, "--json")
+    assert result.code == 0, result.stderr
+    assert 4.7 < result.json["bits_per_weight"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--size", "100KB"), "this model takes from"),
+        (("--target-bpw", 2), "is less than this model can have"),
+        (("--size", "1MB", "--target-bpw", 5), "not both"),
+        (("--size", "1MB", "--type", "q4_k"), "leave out --type"),
+        (("--size", "1MB", "--experts-type", "q4_k"), "leave out --experts-type"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    run_cli: Any, wide: Path, tmp_path: Path, options: tuple[object, ...], said: str
+) -> None:
+    result = export(run_cli, wide, tmp_path / "out", *options)
+    assert result.code == 2
+    assert said in result.stderr
+    assert not (tmp_path / "out").exists()

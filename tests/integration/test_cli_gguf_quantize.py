@@ -56,7 +56,7 @@ def squared_inputs(path: Path, windows: Tensor) -> dict[str, Tensor]:
 def advised(run_cli: Any, calibration: tuple[object, ...], tiny_mixtral: Path, tmp_path_factory: Any) -> Path:
     """A tiny Mixtral with all that llama-quantize can be told."""
     target = tmp_path_factory.mktemp("advised") / "out"
-    result = export(run_cli, tiny_mixtral, target, *calibration, "--target-bpw", 9)
+    result = export(run_cli, tiny_mixtral, target, *calibration, "--type", "f16", "--target-bpw", 9)
     assert result.code == 0, result.stderr
     assert "bits per weight" in result.stderr
     told = next(said for said in result.stderr.splitlines() if "llama-quantize" in said)
@@ -123,7 +123,7 @@ def test_every_matrix_of_a_layer_has_both(
     path = tmp_path / "in"
     build(family, **MODELS[family]).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
-    result = export(run_cli, path, tmp_path / "out", *calibration, "--target-bpw", 12)
+    result = export(run_cli, path, tmp_path / "out", *calibration, "--type", "f16", "--target-bpw", 12)
     assert result.code == 0, result.stderr
     found = stored(tmp_path / "out" / "imatrix.gguf")
     tensors = gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors
@@ -140,7 +140,7 @@ def test_dense_models_have_both(
     run_cli: Any, calibration: tuple[object, ...], dense: Callable[..., Path], tiny_text: Path, tmp_path: Path
 ) -> None:
     path = dense("llama", hidden_size=256, intermediate_size=256)
-    result = export(run_cli, path, tmp_path / "out", *calibration, "--target-bpw", 4.5)
+    result = export(run_cli, path, tmp_path / "out", *calibration, "--type", "f16", "--target-bpw", 4.5)
     assert result.code == 0, result.stderr
     found, inputs = stored(tmp_path / "out" / "imatrix.gguf"), squared_inputs(path, windows_of(path, tiny_text))
     torch.testing.assert_close(
@@ -183,9 +183,9 @@ def check_with_llama_cpp(output: Path, lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--target-bpw", 4), "--calibration"),
+        (("--target-bpw", 4, "--type", "f16"), "--calibration"),
         (("--target-bpw", 4, "--calibration", "TEXT", "--type", "q8_0"), "makes nothing of q8_0"),
-        (("--target-bpw", 4, "--calibration", "TEXT"), "is less than this model can have"),
+        (("--target-bpw", 4, "--calibration", "TEXT", "--type", "f16"), "is less than this model can have"),
         (("--target-bpw", 0), "target"),
     ],
 )

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import neg
+from typing import Generic
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from moetool.architectures import Role
 from moetool.numerics.arrays import Floats, Integers
@@ -28,11 +30,13 @@ from moetool.representations.shared_factor import SharedU, SharedV
 Key = tuple[int, Role, int]  # layer, role, expert
 Forms = dict[Key, Representation]  # the form of every matrix; those of groups that stay as they were are missing
 CODED_GROUP = 128  # numbers of a coded factor that share a scale
+ItemKeyT = TypeVar("ItemKeyT", bound=tuple[int, str, int], default=Key)  # what begins with a layer
+FormT = TypeVar("FormT", default=Representation)
 Factors = type[LowRank] | type[SharedU] | type[SharedV]  # how factors of a rank above 0 are stored
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class Item(Generic[FormT]):
     """One matrix with the n forms that it is offered in.
 
     Attributes:
@@ -44,7 +48,7 @@ class Item:
         steps: how many of the ways from one form to the next are small; a leap to the last form may go beyond.
     """
 
-    forms: Sequence[Representation]
+    forms: Sequence[FormT]
     nbytes: Integers
     losses: Floats
     slopes: Floats
@@ -152,7 +156,7 @@ def dropped(energy: float) -> Item:
     return Item([LowRank(0)], np.zeros(1, dtype=np.int64), np.array([energy]), np.empty(0), 0)
 
 
-def offered(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequence[float]) -> Item:
+def offered(forms: Sequence[FormT], nbytes: Sequence[int], losses: Sequence[float]) -> Item[FormT]:
     """The item of a matrix whose forms were measured, in any order; forms that are best at no price are left out."""
 
     def slope(smaller: int, larger: int) -> float:
@@ -175,7 +179,7 @@ def offered(forms: Sequence[Representation], nbytes: Sequence[int], losses: Sequ
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class Group(Generic[FormT, ItemKeyT]):
     """Matrices that share a decision: to be deltas to a base, or to be left as they were without loss.
 
     Attributes:
@@ -184,7 +188,7 @@ class Group:
         native_bytes: bytes that they take if nothing is done to them; `None` if that is not offered.
     """
 
-    items: Mapping[Key, Item]
+    items: Mapping[ItemKeyT, Item[FormT]]
     base_bytes: int = 0
     native_bytes: int | None = None
 
@@ -230,6 +234,6 @@ class Group:
         return size
 
 
-def byte_range(groups: Sequence[Group]) -> tuple[int, int]:
+def byte_range(groups: Sequence[Group[FormT, ItemKeyT]]) -> tuple[int, int]:
     """Least and most bytes that the groups can take: all forms at their smallest, and at their best."""
     return sum(group.least for group in groups), sum(group.most for group in groups)

@@ -10,19 +10,19 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Literal
+from typing import Generic, Literal
 
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.budget.items import Forms, Group, Item, Key, byte_range
+from moetool.compress.budget.items import Forms, FormT, Group, Item, ItemKeyT, byte_range
 from moetool.errors import UsageError
 
 Allocation = Literal["water-filling", "adaptive", "uniform"]
 
 _CORRECTIONS = 32  # times that a budget is corrected by what is left or missing; then by halves
-_Row = dict[Key, int]  # the number of the form that each item of a group has
+_Row = dict[ItemKeyT, int]  # the number of the form that each item of a group has
 
 
-def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> Forms:
+def allocate(method: Allocation, groups: Sequence[Group[FormT, ItemKeyT]], budget: int) -> dict[ItemKeyT, FormT]:
     """Choose a form for every item within `budget` bytes by the named method; items of a group left native are missing.
 
     Raises:
@@ -34,7 +34,9 @@ def allocate(method: Allocation, groups: Sequence[Group], budget: int) -> Forms:
     if budget >= most:
         rows = [None if group.native_bytes is not None else _row(group, lambda _, item: item.last) for group in groups]
         return _forms(groups, rows)
-    return {"water-filling": _water_filling, "adaptive": _adaptive, "uniform": _uniform}[method](groups, budget)
+    if method == "water-filling":
+        return _water_filling(groups, budget)
+    return _adaptive(groups, budget) if method == "adaptive" else _uniform(groups, budget)
 
 
 def fit(method: Allocation, groups: Sequence[Group], target: int, planned: Callable[[Forms], int]) -> Forms:
@@ -110,11 +112,11 @@ def cheapest(
     return taken(math.exp(high))
 
 
-def _row(group: Group, choose: Callable[[Key, Item], int]) -> _Row:
+def _row(group: Group[FormT, ItemKeyT], choose: Callable[[ItemKeyT, Item[FormT]], int]) -> _Row[ItemKeyT]:
     return {key: choose(key, item) for key, item in group.items.items()}
 
 
-def _forms(groups: Sequence[Group], rows: Sequence[_Row | None]) -> Forms:
+def _forms(groups: Sequence[Group[FormT, ItemKeyT]], rows: Sequence[_Row[ItemKeyT] | None]) -> dict[ItemKeyT, FormT]:
     return {
         key: group.items[key].forms[index]
         for group, row in zip(groups, rows, strict=True)
@@ -123,7 +125,7 @@ def _forms(groups: Sequence[Group], rows: Sequence[_Row | None]) -> Forms:
     }
 
 
-def _water_filling(groups: Sequence[Group], budget: int) -> Forms:
+def _water_filling(groups: Sequence[Group[FormT, ItemKeyT]], budget: int) -> dict[ItemKeyT, FormT]:
     """Choose forms of least estimated loss within the budget, by water-filling."""
 
     def size(price: float) -> int:
@@ -144,12 +146,12 @@ def _water_filling(groups: Sequence[Group], budget: int) -> Forms:
     return _forms(groups, min(direct, stepwise, key=lambda purse: math.fsum(purse.losses)).rows)
 
 
-def _uniform(groups: Sequence[Group], budget: int) -> Forms:
+def _uniform(groups: Sequence[Group[FormT, ItemKeyT]], budget: int) -> dict[ItemKeyT, FormT]:
     """Keep the same share of every matrix, as the paper's code does, filled up one rank at a time."""
     return _by_shares(groups, budget, {layer: 1.0 for group in groups for layer, _, _ in group.items})
 
 
-def _adaptive(groups: Sequence[Group], budget: int) -> Forms:
+def _adaptive(groups: Sequence[Group[FormT, ItemKeyT]], budget: int) -> dict[ItemKeyT, FormT]:
     """Keep a share per layer that grows with what the layer loses without its deltas, uniform within it (A.7).
 
     The paper measures this sensitivity and says which layers get more, not how much more; here a layer's share is
@@ -164,19 +166,21 @@ def _adaptive(groups: Sequence[Group], budget: int) -> Forms:
     return _by_shares(groups, budget, {layer: own / mean if mean else 1.0 for layer, own in weights.items()})
 
 
-def _by_shares(groups: Sequence[Group], budget: int, weights: Mapping[int, float]) -> Forms:
+def _by_shares(
+    groups: Sequence[Group[FormT, ItemKeyT]], budget: int, weights: Mapping[int, float]
+) -> dict[ItemKeyT, FormT]:
     """Keep a share of every matrix that is proportional to its layer's weight; then add single steps.
 
     The forms are those of ladders: all steps have the same bytes.
     """
 
-    def chosen(share: float) -> list[_Row]:
-        def paid(key: Key, item: Item) -> int:
+    def chosen(share: float) -> list[_Row[ItemKeyT]]:
+        def paid(key: ItemKeyT, item: Item[FormT]) -> int:
             return min(int(share * weights[key[0]] * int(item.nbytes[-1])) // (item.step_bytes or 1), item.last)
 
         return [_row(group, paid) for group in groups]
 
-    def size(rows: Sequence[_Row]) -> int:
+    def size(rows: Sequence[_Row[ItemKeyT]]) -> int:
         return sum(_size(group, row) for group, row in zip(groups, rows, strict=True))
 
     low, high = 0.0, 1.0 / max(min(weights.values()), 1e-6)
@@ -198,17 +202,19 @@ def _by_shares(groups: Sequence[Group], budget: int, weights: Mapping[int, float
     return _forms(groups, purse.rows)
 
 
-def _size(group: Group, row: _Row) -> int:
+def _size(group: Group[FormT, ItemKeyT], row: _Row[ItemKeyT]) -> int:
     return group.base_bytes + sum(int(group.items[key].nbytes[index]) for key, index in row.items())
 
 
-class _Purse:
+class _Purse(Generic[FormT, ItemKeyT]):
     """Spends what is left of a budget on larger forms, and on groups that do without a base.
 
     Of the purchases that still fit always the one that removes most loss per byte, until none fits.
     """
 
-    def __init__(self, groups: Sequence[Group], rows: Sequence[_Row | None], budget: int) -> None:
+    def __init__(
+        self, groups: Sequence[Group[FormT, ItemKeyT]], rows: Sequence[_Row[ItemKeyT] | None], budget: int
+    ) -> None:
         self._groups, self.rows = groups, [None if row is None else dict(row) for row in rows]
         self.losses, self._sizes = [], []
         for group, row in zip(groups, rows, strict=True):
@@ -216,7 +222,7 @@ class _Purse:
             self.losses.append(math.fsum(group.items[key].losses[index] for key, index in (row or {}).items()))
         self._left = budget - sum(self._sizes)
         # Worth, turn among equals, group, which of its items (`None`: all at once), from which form, to which.
-        self._queue: list[tuple[float, int, int, Key | None, int, int]] = []
+        self._queue: list[tuple[float, int, int, ItemKeyT | None, int, int]] = []
         self._turns = count()
 
     def spend(self, *, only_steps: bool = False) -> None:
@@ -254,7 +260,7 @@ class _Purse:
         self.losses[index] -= gain
         return True
 
-    def _offer(self, index: int, key: Key, only_steps: bool) -> None:
+    def _offer(self, index: int, key: ItemKeyT, only_steps: bool) -> None:
         """Queue what can be bought next for one item: the next form, and the best one there is."""
         item, row = self._groups[index].items[key], self.rows[index]
         before = item.last if row is None else row[key]
@@ -263,11 +269,11 @@ class _Purse:
         if before < item.steps and (only_steps or before + 1 < item.last):
             self._push_item(index, key, before, before + 1)
 
-    def _push_item(self, index: int, key: Key, before: int, after: int) -> None:
+    def _push_item(self, index: int, key: ItemKeyT, before: int, after: int) -> None:
         nbytes, gain = self._groups[index].items[key].cost(before, after)
         self._push(gain, nbytes, index, key, before, after)
 
-    def _push(self, gain: float, nbytes: int, index: int, key: Key | None, before: int, after: int) -> None:
+    def _push(self, gain: float, nbytes: int, index: int, key: ItemKeyT | None, before: int, after: int) -> None:
         worth = gain / nbytes if nbytes > 0 else math.inf
         if nbytes <= self._left:
             heapq.heappush(self._queue, (-worth, next(self._turns), index, key, before, after))

@@ -8,17 +8,18 @@ import contextlib
 import json
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
+from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.building_blocks import (
     ModelSize,
     calibration_backward,
@@ -33,16 +34,18 @@ from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewrit
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.coded_layers import CodedLayers
 from moetool.export.gguf.coding import choosing_blocks
-from moetool.export.gguf.file import GgufTensor, data_bytes, write_gguf
+from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.modelfile import modelfile
+from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
+from moetool.export.gguf.own_types import measure_types, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
-from moetool.export.gguf.tensor_types import Menu, counted_types, type_lines
+from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
-from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
+from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType, NumberType
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length
 from moetool.job.plan import Plan, text_cost
@@ -52,30 +55,12 @@ from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
 from moetool.numerics.work import Work, altogether
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
 _DIGEST = "digest"  # of the file so far, in what its units tell
 _TOKENIZER_ROOM = 2  # bytes in the file for one of tokenizer.json, at most
-
-
-class ExportGgufOptions(RunOptions, TextOptions):
-    """The types of numbers, what the tokenizer is called, and on which text llama-quantize is helped, if on any."""
-
-    type: NumberType = Field(
-        "f16",
-        description="Of the weights. Routers and norms are always fp32, embeddings and head have 8 bits at least; with "
-        "--calibration the codes of q8_0 and below lose least on the text.",
-    )
-    experts_type: NumberType | None = Field(None, description="Of the routed experts alone (default: as --type).")
-    pre_tokenizer: str | None = Field(
-        None,
-        description="llama.cpp's name of how the tokenizer cuts a text, where moetool does not know it from its rules.",
-    )
-    target_bpw: float | None = Field(
-        None,
-        gt=0,
-        description=f"With --calibration: write {TENSOR_TYPES}, which has llama-quantize give every tensor the type in "
-        "which it loses least, with so many bits per weight in all.",
-    )
 
 
 class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
@@ -92,10 +77,19 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         return None if self.options.calibration is None else self.options
 
     @property
-    def _types(self) -> set[NumberType]:
-        return {self.options.type, self.options.experts_type or self.options.type}
+    def needs_text(self) -> bool:
+        return self.options.chooses_types
 
-    @cached_property
+    @property
+    def _common(self) -> NumberType:
+        """Type of what is not a routed expert, unless it is chosen: then of what stands outside the layers."""
+        return self.options.type or ("q8_0" if self.options.chooses_types else "f16")
+
+    @property
+    def _types(self) -> set[NumberType]:
+        return {self._common, self.options.experts_type or self._common}
+
+    @property
     def _coded(self) -> list[GgufTensor]:
         """Tensors of decoder layers in quantized types, whose codes are chosen on the calibration text."""
         if self._text is None:
@@ -106,12 +100,39 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     def _tensors(self) -> list[GgufTensor]:
         """Tensors of the GGUF file to write; refuses an input that llama.cpp cannot compute."""
         self.source.check()
-        return self.source.tensors(self.options.type, self.options.experts_type or self.options.type)
+        return self.source.tensors(self._common, self.options.experts_type or self._common)
 
     @cached_property
-    def _menu(self) -> Menu | None:
+    def _own_menu(self) -> Menu[BlockType] | None:
+        """Types on offer for each tensor, if moetool is to choose and code them."""
+        return own_menu(self._tensors) if self.options.chooses_types else None
+
+    @cached_property
+    def _budget(self) -> int:
+        """Bytes of all tensors, without padding, that the chosen types may take; raises where nothing is that small."""
+        menu, size = self._own_menu, self.options.size
+        assert menu is not None
+        if size is None:
+            assert self.options.target_bpw is not None
+            return menu.budget(self.options.target_bpw)
+        least, most = (self._head_bytes + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
+        if size < least:
+            raise UsageError(
+                f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_bytes(least)} to "
+                f"{format_bytes(most)}; embeddings and head have 8 bits there, routers and norms fp32. Give more, or "
+                "take out experts first (compress --method reap)."
+            )
+        return size - self._head_bytes
+
+    @cached_property
+    def _head_bytes(self) -> int:
+        """Bytes of the file that are no tensors' numbers: metadata, the list of tensors, and padding at the most."""
+        return head_bytes(self._metadata(self._common), self._tensors) + len(self._tensors) * (BLOCK_ALIGNMENT - 1)
+
+    @cached_property
+    def _menu(self) -> Menu[FewBits] | None:
         """What llama-quantize can make of each tensor, if types are to be chosen."""
-        if (target := self.options.target_bpw) is None:
+        if (target := self.options.target_bpw) is None or self.options.chooses_types:
             return None
         if self._text is None:
             raise UsageError("--target-bpw chooses types by what they lose on a text: --calibration FILE.")
@@ -120,8 +141,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 f"--target-bpw is for llama-quantize, which makes nothing of {min(odd)} again: "
                 f"--type {', '.join(_REQUANTIZED)}."
             )
-        menu = Menu.of(self._tensors)
-        menu.check(target)
+        menu = advisable(self._tensors)
+        menu.budget(target)
         return menu
 
     @cached_property
@@ -136,7 +157,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         path = source.checkpoint.path / "tokenizer.json"
         room = _TOKENIZER_ROOM * path.stat().st_size if path.exists() else 0
         output = data_bytes(tensors) + room + (1 << 16)
-        cost, back = self._cost, self._menu is not None
+        cost, back, menu = self._cost, self._has_gradients, self._own_menu
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
             measuring = [Measuring.codes(source.experts.shape)] if self._coded else []
@@ -147,7 +168,12 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             size, hidden, work = dense_size(source.dense), source.dense.hidden, Work()
             memory = cost.dense_memory_bytes(source.dense, runs=self._text is not None, calibrated=True)
             memory += 4 * 8 * max((tensor.shape[-1] for tensor in self._coded), default=0) ** 2
-        types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in tensors).most_common()]
+        fixed = [tensor for tensor in tensors if menu is None or tensor.name not in menu.types]
+        types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in fixed).most_common()]
+        if menu is not None:
+            output = self._head_bytes + min(self._budget, menu.nbytes(menu.largest))
+            least, most = (format_bytes(self._head_bytes + menu.nbytes(own)) for own in (menu.smallest, menu.largest))
+            types.append(f"{len(menu.types)} in types to be chosen, with which the file takes from {least} to {most}")
         if odd := self._fallen_back:
             types.append(f"no whole blocks: {odd}")
         return Plan(
@@ -162,12 +188,16 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         )
 
     @property
+    def _has_gradients(self) -> bool:
+        return self._menu is not None or self._own_menu is not None
+
+    @property
     def _cost(self) -> CalibrationCost:
         """Cost of running the calibration text; nothing runs without one."""
         dtype, device = self.source.dtype, pick_device(self.options.device)
         if self._text is None:
             return CalibrationCost(0, 1, 4)
-        gradients = self._menu is not None
+        gradients = self._has_gradients
         computed = pick_compute_dtype(self.options.compute_dtype, device, dtype, gradients=gradients)
         return text_cost(self._text, computed, dtype)
 
@@ -184,7 +214,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         forward = Phase(FORWARD, calibration_forward(cost, size))
         if self._coded:
             works = (choosing_blocks(tensor.shape, tokens=cost.samples * cost.length) for tensor in self._coded)
-            return (Phase(WRITE, altogether([forward.work, writes[0].work, *works])),)
+            write = Phase(WRITE, altogether([forward.work, writes[0].work, *works]))
+            if self._own_menu is None:
+                return (write,)
+            tried = forward.work + calibration_backward(cost, size) + trying_types(self._own_menu)
+            return forward, Phase(BACKWARD, tried), write
         if self._menu is None:
             return forward, *writes
         return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size)), *writes
@@ -194,7 +228,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         source.check_idle()
         for line in self._remarks():
             job.progress.log(line)
-        facts, coded = None, None
+        facts, coded, details = None, None, GgufDetails()
+        if self._own_menu is not None and self._text is not None:
+            details = self._choose(job, self._text, self._own_menu)
         if self._text is not None and self._coded:
             coded = CodedLayers(job, self._text, self._coded)
             facts = coded.facts
@@ -207,8 +243,25 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         write_bytes(files[-1], self._modelfile().encode())
         if self.options.proof:
             job.loaded = prove_file(files[0], source, {tensor.type for tensor in self._tensors})
-        record_origin(job, seed=self.options.seed, files=files, calibration=facts)
-        return Details(calibration=facts)
+        layers = {
+            layer: LayerTypes({tensor.name.split(".", 2)[2]: tensor.type for tensor in own})
+            for layer, own in self._units()
+            if layer >= 0
+        }
+        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=layers)
+        return replace(details, calibration=facts)
+
+    def _choose(self, job: Job[GgufSource], text: TextOptions, menu: Menu[BlockType]) -> GgufDetails:
+        """Choose the types of all tensors on the text, and tell which they are."""
+        losses, _ = measure_types(job, text, menu)
+        chosen = menu.choose(self._budget, losses)
+        self._tensors = [
+            replace(tensor, type=chosen[tensor.name].name) if tensor.name in chosen else tensor
+            for tensor in self._tensors
+        ]
+        bits = menu.bits_per_weight(chosen)
+        job.progress.log(f"Types are chosen, with {bits:.2f} bits per weight in all: {counted_types(chosen)}.")
+        return GgufDetails(bits_per_weight=round(bits, 4), types={tensor.name: tensor.type for tensor in self._tensors})
 
     def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
         """Write files with the importance matrix and types for llama-quantize."""
@@ -218,7 +271,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             text += f",{BUNDLED}"
         write_imatrix(files[0], measured.importance, text, windows, self.options.sequence_length)
         if self._menu is not None and target is not None:
-            chosen = self._menu.choose(target, measured.losses)
+            chosen = self._menu.choose(self._menu.budget(target), measured.losses)
             files.append(job.output / TENSOR_TYPES)
             write_bytes(files[1], type_lines(chosen).encode())
             bits = self._menu.bits_per_weight(chosen)
@@ -230,23 +283,17 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def _write(self, job: Job[GgufSource], file: Path, coded: CodedLayers | None) -> None:
         """The file itself, whose layers are units of the journal."""
-        library, source, tensors = gguf_library(), self.source, self._tensors
-        if coded is not None:
-            names = {tensor.name for tensor in self._coded}
-            tensors = [
-                replace(tensor, parts=partial(coded.blocks, tensor.name)) if tensor.name in names else tensor
-                for tensor in tensors
+        names = set() if coded is None else {tensor.name for tensor in self._coded}
+        units = [
+            [
+                replace(tensor, parts=partial(coded.blocks, tensor.name))
+                if coded is not None and tensor.name in names
+                else tensor
+                for tensor in unit
             ]
-        units = [list(unit) for _, unit in groupby(tensors, key=lambda tensor: layer_of(tensor.name))]
-        writer = library.GGUFWriter(None, source.family.architecture)
-        writer.add_name(source.checkpoint.path.resolve().name)
-        writer.add_file_type(library.LlamaFileType[_file_type(self.options.type)])
-        writer.add_quantization_version(library.GGML_QUANT_VERSION)
-        source.describe(writer)
-        if self._tokenizer is None:
-            writer.add_tokenizer_model("none")
-        else:
-            self._tokenizer.add_to(writer)
+            for _, unit in self._units()
+        ]
+        writer = self._metadata(max(self._tensors, key=lambda tensor: tensor.numbers).type)
 
         def note(number: int, digest: str) -> None:
             job.finish(f"write/{number}", told={_DIGEST: digest})
@@ -260,6 +307,25 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]
                 digest = write_gguf(file, writer, units, noted, job.progress, note)
                 job.finish("write", made=[file], digests={file: digest})
+
+    def _units(self) -> Iterator[tuple[int, list[GgufTensor]]]:
+        """Tensors of the file by layer, what is in none first (-1)."""
+        for layer, unit in groupby(self._tensors, key=lambda tensor: layer_of(tensor.name)):
+            yield layer, list(unit)
+
+    def _metadata(self, number: NumberType) -> "GGUFWriter":
+        """The library's writer with all that the file says of the model, as a file of mostly that type."""
+        library, source = gguf_library(), self.source
+        writer = library.GGUFWriter(None, source.family.architecture)
+        writer.add_name(source.checkpoint.path.resolve().name)
+        writer.add_file_type(library.LlamaFileType[_file_type(number)])
+        writer.add_quantization_version(library.GGML_QUANT_VERSION)
+        source.describe(writer)
+        if self._tokenizer is None:
+            writer.add_tokenizer_model("none")
+        else:
+            self._tokenizer.add_to(writer)
+        return writer
 
     def _modelfile(self) -> str:
         """What Ollama is told of the file."""
@@ -293,10 +359,12 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def verify(self, output: Path) -> Sizes:
         found = {tensor.name: tensor for tensor in gguf_library().GGUFReader(output / MODEL).tensors}
+        menu = {} if self._own_menu is None else self._own_menu.types
         for tensor in self._tensors:
             stored = found.get(tensor.name)
             shape = None if stored is None else tuple(reversed(stored.shape.tolist()))
-            if stored is None or shape != tensor.shape or stored.tensor_type.name.lower() != tensor.type:
+            types = [tensor.type, *(own.name for own in menu.get(tensor.name, ()))]
+            if stored is None or shape != tensor.shape or stored.tensor_type.name.lower() not in types:
                 raise VerificationError(f"{output / MODEL} lacks {tensor.name} as it was planned.")
         before, after = self.source.checkpoint.weight_bytes, (output / MODEL).stat().st_size
         return Sizes(before, after, round(1 - after / before, 6))

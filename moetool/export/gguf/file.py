@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,7 @@ _BLOCKS: dict[str, tuple[int, int]] = {
     **{name: (kind.numbers, kind.nbytes) for name, kind in BLOCK_TYPES.items()},
 }  # fmt: skip
 _AT_ONCE = 1 << 20  # numbers that are put into blocks together
-_ALIGNMENT = 32
+BLOCK_ALIGNMENT = 32
 _LARGEST_FP16 = 65504.0
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
 _ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias")
@@ -120,8 +121,7 @@ def write_gguf(
         ResourceError: the disk is full, or the file cannot be written.
     """
     tensors = [tensor for unit in units for tensor in unit]
-    for tensor in tensors:
-        writer.add_tensor_info(tensor.name, tensor.shape, _UNTYPED, tensor.nbytes, raw_dtype=_code(tensor.type))
+    _announce(writer, tensors)
     needed, temporary = data_bytes(tensors), file.with_name(file.name + TEMPORARY)
     digest = _taken_up(temporary, noted)
     begin = 0 if digest is None else len(noted)
@@ -149,6 +149,25 @@ def write_gguf(
         raise
     settle(temporary, file, needed)
     return str(digest)
+
+
+def head_bytes(writer: "GGUFWriter", tensors: Sequence[GgufTensor]) -> int:
+    """Bytes of a file before its first tensor: metadata and the list of tensors, whatever types these have.
+
+    Args:
+        writer: the library's `GGUFWriter`, with all metadata; it cannot be used again.
+        tensors: of the file.
+    """
+    _announce(writer, tensors)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "head"
+        _write_head(file, writer, 0)
+        return file.stat().st_size
+
+
+def _announce(writer: "GGUFWriter", tensors: Sequence[GgufTensor]) -> None:
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, _UNTYPED, tensor.nbytes, raw_dtype=_code(tensor.type))
 
 
 def _taken_up(temporary: Path, noted: Sequence[str]) -> FastDigest | None:
@@ -229,7 +248,7 @@ def _rows(part: Tensor, number: NumberType) -> bytes:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
 
 def _code(number: NumberType) -> "GGMLQuantizationType":

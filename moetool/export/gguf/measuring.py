@@ -13,7 +13,7 @@ from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.imatrix import imatrix_tensors
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.tensor_types import Menu, rounding_losses
+from moetool.export.gguf.tensor_types import FewBits, Menu, rounding_losses
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import TextOptions
@@ -38,7 +38,7 @@ class TensorStatistics:
 
 
 def measure_tensors(
-    job: Job[GgufSource], options: TextOptions, tensors: Mapping[str, GgufTensor], menu: Menu | None
+    job: Job[GgufSource], options: TextOptions, tensors: Mapping[str, GgufTensor], menu: Menu[FewBits] | None
 ) -> TensorStatistics:
     """Run a text through the model, layer by layer; with a menu there and back again.
 

@@ -1,7 +1,8 @@
-"""Choice of the type that llama-quantize gives to each tensor, by the estimated loss of each type.
+"""Choice of a type for each tensor of a file, by the estimated loss of each type.
 
-Losses are measured on an even grid with as many bits, and as many numbers per scale: llama.cpp's own search for scales
-loses less, for all types about alike. Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
+Where llama-quantize will code the tensors, losses are measured on an even grid with as many bits, and as many numbers
+per scale: llama.cpp's own search for scales loses less, for all types about alike (`own_types` measures those of codes
+that moetool chooses). Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
 """
 
 import math
@@ -9,13 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from moetool.compress.budget.items import Group, offered
+from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
+from moetool.export.gguf.model import layer_of
 from moetool.format.gguf import EMBEDDINGS, HEAD
+from moetool.format.gguf_blocks import BlockType
 
 _AT_ONCE = 1 << 22  # numbers that are rounded at a time
 
@@ -109,77 +116,83 @@ def rounding_losses(
     return losses.tolist()
 
 
+KindT = TypeVar("KindT", FewBits, BlockType)
+
+
 @dataclass(frozen=True)
-class Menu:
+class Menu(Generic[KindT]):
     """The types of all tensors of a file.
 
     Attributes:
         tensors: of the file.
-        types: what each can have, by name; of what stays as it is, nothing.
+        types: what each can have, by name, the smallest first; of what stays as it is, nothing.
     """
 
     tensors: Sequence[GgufTensor]
-    types: Mapping[str, tuple[FewBits, ...]]
+    types: Mapping[str, tuple[KindT, ...]]
 
-    @classmethod
-    def of(cls, tensors: Sequence[GgufTensor]) -> "Menu":
-        """List the types on offer for each tensor of a file."""
-        is_tied = all(tensor.name != HEAD for tensor in tensors)
-        offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
-        return cls(tensors, {name: types for name, types in offers.items() if types})
-
-    def nbytes(self, chosen: Mapping[str, FewBits]) -> int:
-        """Bytes of all tensors of the file with the types that were chosen."""
+    def nbytes(self, chosen: Mapping[str, KindT]) -> int:
+        """Bytes of all tensors of the file with the types that were chosen, without padding."""
         return sum(
             chosen[tensor.name].size(tensor.numbers) if tensor.name in chosen else tensor.nbytes
             for tensor in self.tensors
         )
 
-    def bits_per_weight(self, chosen: Mapping[str, FewBits]) -> float:
+    @cached_property
+    def numbers(self) -> int:
+        """Number of elements of all tensors of the file."""
+        return sum(tensor.numbers for tensor in self.tensors)
+
+    def bits_per_weight(self, chosen: Mapping[str, KindT]) -> float:
         """The bits per number over all tensors, as llama.cpp tells it."""
-        return 8 * self.nbytes(chosen) / sum(tensor.numbers for tensor in self.tensors)
+        return 8 * self.nbytes(chosen) / self.numbers
 
     @property
-    def smallest(self) -> dict[str, FewBits]:
+    def smallest(self) -> dict[str, KindT]:
         """Choose the smallest type on offer for each tensor."""
         return {name: types[0] for name, types in self.types.items()}
 
-    def check(self, target: float) -> None:
-        """Raise `UsageError` unless a file can have that few bits per weight."""
-        if (least := self.bits_per_weight(self.smallest)) > target:
-            raise UsageError(
-                f"--target-bpw {target:g} is less than this model can have: with the smallest types, {_OUTSIDE[HEAD]} "
-                f"bits for the head and fp32 for routers and norms, it has {math.ceil(100 * least) / 100:.2f}."
-            )
+    @property
+    def largest(self) -> dict[str, KindT]:
+        """Choose the largest type on offer for each tensor."""
+        return {name: types[-1] for name, types in self.types.items()}
 
-    def choose(self, target: float, losses: Mapping[str, Sequence[float]]) -> dict[str, FewBits]:
-        """The types with which a file of at most so many bits per weight loses least, as far as bytes are spent one
-        after the other where they remove most.
+    def budget(self, target: float) -> int:
+        """Bytes of all tensors at so many bits per weight. Raises `UsageError` where no types are that small."""
+        least, most = (self.bits_per_weight(chosen) for chosen in (self.smallest, self.largest))
+        if least > target:
+            raise UsageError(
+                f"--target-bpw {target:g} is less than this model can have: head and embeddings keep their bits, "
+                f"routers and norms fp32. With the largest types on offer it has {most:.2f} bits per weight, with the "
+                f"smallest types {math.ceil(100 * least) / 100:.2f}."
+            )
+        return int(target / 8 * self.numbers)
+
+    def choose(self, budget: int, losses: Mapping[str, Sequence[float]]) -> dict[str, KindT]:
+        """The types with which a file whose tensors take at most `budget` bytes loses least (`compress.budget`).
 
         Args:
-            target: bits per weight; `check`ed.
+            budget: bytes, no fewer than the smallest types take.
             losses: by name, of each type; those of a tensor with one type may be missing.
         """
-        taken = dict.fromkeys(self.types, 0)
-        sizes = {
-            tensor.name: [kind.size(tensor.numbers) for kind in self.types[tensor.name]]
-            for tensor in self.tensors
-            if tensor.name in self.types
+        open_ = [tensor for tensor in self.tensors if len(self.types.get(tensor.name, ())) > 1]
+        items = {
+            (layer_of(tensor.name), tensor.name, 0): offered(
+                types, [kind.size(tensor.numbers) for kind in types], losses[tensor.name]
+            )
+            for tensor in open_
+            for types in [self.types[tensor.name]]
         }
-        left = target / 8 * sum(tensor.numbers for tensor in self.tensors) - self.nbytes(self.smallest)
-        while True:
-            worth = {
-                (name, index): (losses[name][now] - losses[name][index]) / (sizes[name][index] - sizes[name][now])
-                for name, now in taken.items()
-                for index in range(now + 1, len(sizes[name]))
-                if sizes[name][index] - sizes[name][now] <= left
-            }
-            best = max(worth, key=worth.__getitem__, default=None)
-            if best is None or worth[best] <= 0:
-                return {name: self.types[name][index] for name, index in taken.items()}
-            name, index = best
-            left -= sizes[name][index] - sizes[name][taken[name]]
-            taken[name] = index
+        fixed = self.nbytes(self.smallest) - sum(int(item.nbytes[0]) for item in items.values())
+        found = allocate("water-filling", [Group(items)], budget - fixed)
+        return self.smallest | {name: kind for (_, name, _), kind in found.items()}
+
+
+def advisable(tensors: Sequence[GgufTensor]) -> Menu[FewBits]:
+    """List the types that llama-quantize can be told to give to each tensor of a file."""
+    is_tied = all(tensor.name != HEAD for tensor in tensors)
+    offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
+    return Menu(tensors, {name: types for name, types in offers.items() if types})
 
 
 def type_lines(chosen: Mapping[str, FewBits]) -> str:
@@ -187,6 +200,6 @@ def type_lines(chosen: Mapping[str, FewBits]) -> str:
     return "".join(f"^{re.escape(name)}$={kind.name}\n" for name, kind in chosen.items())
 
 
-def counted_types(chosen: Mapping[str, FewBits]) -> str:
+def counted_types(chosen: Mapping[str, KindT]) -> str:
     """Describe how many tensors have each type, the most frequent first: `12 q4_K, 4 q6_K`."""
     return ", ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in chosen.values()).most_common())

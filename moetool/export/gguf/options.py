@@ -1,0 +1,75 @@
+"""Options of an export to GGUF, and what its result tells."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from moetool.checkpoint.sizes import ByteSize
+from moetool.format.gguf import TENSOR_TYPES
+from moetool.format.gguf_blocks import NumberType
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.result import Details, Printed
+
+
+class ExportGgufOptions(RunOptions, TextOptions):
+    """The types of numbers, what the tokenizer is called, and on which text llama-quantize is helped, if on any."""
+
+    type: NumberType | None = Field(
+        None,
+        description="Of the weights (default: f16, or with --size or --target-bpw chosen for each tensor). Routers and "
+        "norms are always fp32, embeddings and head have 8 bits at least; with --calibration the codes of q8_0 and "
+        "below lose least on the text.",
+    )
+    experts_type: NumberType | None = Field(None, description="Of the routed experts alone (default: as --type).")
+    size: ByteSize | None = Field(
+        None,
+        description="Give every tensor the type in which it loses least on the text, in a file of so many bytes at "
+        "most, e.g. 12GB.",
+    )
+    pre_tokenizer: str | None = Field(
+        None,
+        description="llama.cpp's name of how the tokenizer cuts a text, where moetool does not know it from its rules.",
+    )
+    target_bpw: float | None = Field(
+        None,
+        gt=0,
+        description="Instead of --size: so many bits per weight in all. With --type f16 and --calibration nothing is "
+        f"quantized, but {TENSOR_TYPES} written, which has llama-quantize give every tensor a type.",
+    )
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if self.size is not None and self.target_bpw is not None:
+            raise ValueError("give --size or --target-bpw, not both")
+        if self.experts_type is not None and self.chooses_types:
+            raise ValueError("--size and --target-bpw choose a type for every tensor: leave out --experts-type")
+        if self.size is not None and self.type is not None:
+            raise ValueError("--size chooses a type for every tensor: leave out --type")
+        return self
+
+    @property
+    def chooses_types(self) -> bool:
+        """Whether every tensor is coded in a type that is chosen for it."""
+        return self.type is None and (self.size is not None or self.target_bpw is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufDetails(Details):
+    """Result of an export to GGUF in chosen types.
+
+    Attributes:
+        bits_per_weight: of all tensors, as llama.cpp counts them.
+        types: type of each tensor, by name.
+    """
+
+    bits_per_weight: float | None = None
+    types: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class LayerTypes(Printed):
+    """Types of the tensors of a layer, by their names in it."""
+
+    types: Mapping[str, str]

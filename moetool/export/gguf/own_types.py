@@ -1,0 +1,158 @@
+"""Types of a file whose codes moetool chooses itself: what each tensor loses in each, measured at the output.
+
+A few rows of a tensor are coded in every type on offer, as they would be in the file, on the Gram matrix G of their
+inputs. With gradients δ at the outputs, an error E costs about `Σ_j mean(δ_j²) E_j G E_j^T` in loss. How much of what
+these rows carry is lost stands for all rows of the tensor; experts that are given most tokens stand for the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.checkpoint.files import save_tensors
+from moetool.export.gguf.coded_layers import ProjectionGrams
+from moetool.export.gguf.coding import block_codes, choosing_blocks
+from moetool.export.gguf.file import GgufTensor
+from moetool.export.gguf.importance import LayerMoments
+from moetool.export.gguf.measuring import calibrated_view
+from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.tensor_types import Menu
+from moetool.format.gguf import EXPERTS, layer_in_file
+from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job
+from moetool.job.options import TextOptions
+from moetool.job.result import CalibrationFacts
+from moetool.numerics.error_feedback import Feedback
+from moetool.numerics.work import Work, altogether
+
+_SUPER_BLOCKS = ("q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+_SHORT = ("iq4_nl", "q5_0", "q5_1", "q8_0")  # where super-blocks do not divide a row
+_ROWS, _EXPERTS = 32, 4  # of each matrix, and of a layer, at most, that are tried
+
+
+def own_menu(tensors: Sequence[GgufTensor]) -> Menu[BlockType]:
+    """The types that moetool can give to each tensor of a file: to those in layers that are not always fp32."""
+    return Menu(tensors, {tensor.name: types for tensor in tensors if (types := _offered(tensor))})
+
+
+def _offered(tensor: GgufTensor) -> tuple[BlockType, ...]:
+    columns = tensor.shape[-1]
+    if tensor.is_always_wide or layer_of(tensor.name) < 0 or columns % 32:
+        return ()
+    return tuple(BLOCK_TYPES[name] for name in (_SHORT if columns % 256 else _SUPER_BLOCKS))
+
+
+def trying_types(menu: Menu[BlockType]) -> Work:
+    """The work of coding a few rows of every tensor in every type on offer."""
+    works = [
+        len(menu.types[tensor.name]) * choosing_blocks((*few, min(rows, _ROWS), columns), tokens=0)
+        for tensor in menu.tensors
+        if tensor.name in menu.types
+        for *experts, rows, columns in [tensor.shape]
+        for few in [[min(count, _EXPERTS) for count in experts]]
+    ]
+    return altogether(works) if works else Work()
+
+
+class TypeLosses:
+    """Losses of one tensor in each type on offer: of the rows that are tried, and by these of all.
+
+    Args:
+        kinds: the types.
+    """
+
+    def __init__(self, kinds: Sequence[BlockType]) -> None:
+        self._kinds, self._lost = kinds, [0.0] * len(kinds)
+        self._carried = self._tried = 0.0
+
+    def add(self, rows: Tensor, given: Tensor, sensitivity: Tensor, feedback: Feedback | None) -> None:
+        """Add a matrix of the tensor.
+
+        Args:
+            rows: `[out, in]`.
+            given: `[in]`, Σ over tokens of the squared inputs.
+            sensitivity: `[out]`, mean squared gradients.
+            feedback: of the inputs, with which some rows are coded; `None` where none are.
+        """
+        rows, sensitivity = rows.float(), sensitivity.float()
+        carried = (rows.square() @ given.float()) * sensitivity
+        self._carried += carried.sum().item()
+        if feedback is None:
+            return
+        few = slice(0, None, -(-len(rows) // _ROWS))
+        self._tried += carried[few].sum().item()
+        for index, kind in enumerate(self._kinds):
+            errors = rows[few] - block_codes(rows[few], kind, feedback).decoded().T
+            self._lost[index] += (feedback.output_errors(errors) @ sensitivity[few]).item()
+
+    def estimates(self) -> list[float]:
+        """Estimated loss of the whole tensor in each type, in nats times the number of tokens."""
+        share = self._carried / self._tried if self._tried else 0.0
+        return [lost * share for lost in self._lost]
+
+
+def measure_types(
+    job: Job[GgufSource], options: TextOptions, menu: Menu[BlockType]
+) -> tuple[dict[str, list[float]], CalibrationFacts]:
+    """Take a text through the model and back, and estimate by tensor what each type on the menu loses.
+
+    Raises:
+        UsageError: the text is too short, or has changed since the job began.
+        InvalidInputError: text or tokenizer cannot be used, or the model gives no numbers on it.
+    """
+    source, layers = job.source, range(job.source.layers)
+    calibrated = CalibratedJob(calibrated_view(job), options, gradients=True)
+    tensors = {tensor.name: tensor for tensor in menu.tensors if tensor.name in menu.types}
+
+    def visit(layer: int, module: nn.Module) -> None:
+        projections = {path: module.get_submodule(path) for path in source.projections(layer)}
+        grams, moments = ProjectionGrams(projections, job.device), LayerMoments(source, layer, module, job.device)
+        experts = None if source.experts is None else InputGramCollector(source.experts.shape, job.device)
+        with grams.watching(), moments.watching():
+            calibrated.gradient_sweep.backward(layer, module, [moments, *([] if experts is None else [experts])])
+        losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
+        for path, names in source.projections(layer).items():
+            feedback = Feedback.of(grams[path])
+            for name in set(names) & set(losses):
+                rows, given = torch.cat(list(tensors[name].parts())).to(job.device), moments.by_name[name].given[0]
+                losses[name].add(rows, given, moments.sensitivity(name), feedback)
+        if experts is not None:
+            _try_experts(job, layer, losses, tensors, moments, experts)
+        found = {name: torch.tensor(own.estimates(), dtype=torch.float64) for name, own in losses.items()}
+        save_tensors(_file(job, layer), found)
+
+    calibrated.reverse(visit, 1, layers)
+    found = {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
+    return found, calibrated.facts_with_loss
+
+
+def _try_experts(
+    job: Job[GgufSource],
+    layer: int,
+    losses: Mapping[str, TypeLosses],
+    tensors: Mapping[str, GgufTensor],
+    moments: LayerMoments,
+    grams: InputGramCollector,
+) -> None:
+    """Add the experts of a layer, in all roles whose tensors have a choice."""
+    assert job.source.experts is not None
+    for roles in (job.source.experts.shape.entering, ("down",)):
+        names = [name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in losses]
+        if not names:
+            continue
+        counts = moments.by_name[names[0]].counts.tolist()
+        busiest = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)[:_EXPERTS]
+        for expert, matrices in enumerate(zip(*(tensors[name].parts() for name in names), strict=True)):
+            feedback = Feedback.of(grams.gram(expert, roles[0])) if expert in busiest and counts[expert] else None
+            for name, matrix in zip(names, matrices, strict=True):
+                own = moments.by_name[name]
+                losses[name].add(matrix.to(job.device), own.given[expert], own.sensitivity[expert], feedback)
+
+
+def _file(job: Job[GgufSource], layer: int) -> Path:
+    return job.work / f"losses-{layer:05d}.safetensors"
