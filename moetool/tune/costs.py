@@ -11,7 +11,7 @@ from moetool.numerics.work import Work
 
 TRAIN = "Train"
 CHOOSE = "Choose experts"
-BATCH = 4096  # tokens that choices of experts are counted on at once
+COUNTED_AT_ONCE = 4096  # tokens that choices of experts are counted on at once
 COUNTED = 32_768  # tokens of the examples on which choices of experts are counted
 
 
@@ -22,7 +22,7 @@ def training_phases(
     if forwards are made twice for less memory, `chooses` if the experts that learn are chosen before."""
     made = COEFFICIENTS
     work = _training_work(checkpoint, tokens, steps, trained, 1 + made.backward + again, bf16=bf16)
-    choosing = _training_work(checkpoint, COUNTED, COUNTED // BATCH, 0, 1, bf16=False)
+    choosing = _training_work(checkpoint, COUNTED, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),
         Phase(TRAIN, work),

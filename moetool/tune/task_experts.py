@@ -20,7 +20,7 @@ from moetool.kernels.rounding import exact_products
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, experts_per_token
 from moetool.runtime.modules.routers import Routers, is_router
-from moetool.tune.costs import BATCH, CHOOSE, COUNTED
+from moetool.tune.costs import CHOOSE, COUNTED, COUNTED_AT_ONCE
 from moetool.tune.examples import Example, collate
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RoutedExperts:
+class TaskLayer:
     """The experts of one MoE layer in a model of transformers.
 
     Attributes:
@@ -61,7 +61,7 @@ def train_task_experts(job: Job[Any], model: "PreTrainedModel", examples: Sequen
     return sum(_let_learn(layer.experts, chosen[layer.name]) for layer in layers)
 
 
-def routed_experts(model: nn.Module) -> list[RoutedExperts]:
+def routed_experts(model: nn.Module) -> list[TaskLayer]:
     """Find the MoE layers of a model, in the order of its modules. Raises as `train_task_experts`."""
     own = next((module for module in model.modules() if isinstance(module, (SharedBaseExperts, CustomLayer))), None)
     found = [] if own is not None else list(_layers(model))
@@ -71,18 +71,18 @@ def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     return found
 
 
-def _layers(model: nn.Module) -> Iterator[RoutedExperts]:
+def _layers(model: nn.Module) -> Iterator[TaskLayer]:
     for name, module in model.named_modules():
         router = next((child for child in module.children() if is_router(child)), None)
         experts = getattr(module, "experts", None)
         if router is not None and isinstance(experts, nn.Module):
-            yield RoutedExperts(name, router, experts)
+            yield TaskLayer(name, router, experts)
 
 
 @torch.no_grad()
 @exact_products()
 def count_choices(
-    job: Job[Any], model: "PreTrainedModel", layers: Sequence[RoutedExperts], batches: Sequence[Sequence[Example]]
+    job: Job[Any], model: "PreTrainedModel", layers: Sequence[TaskLayer], batches: Sequence[Sequence[Example]]
 ) -> Mapping[str, Tensor]:
     """Count, by layer, how often each expert is chosen by tokens of batches of examples: `[experts]`, int64."""
     routers, top_k = Routers(model), experts_per_token(model)
@@ -113,7 +113,7 @@ def _batches(examples: Sequence[Example]) -> Iterator[list[Example]]:
     for example in examples:
         batch.append(example)
         tokens += len(example.ids)
-        if len(batch) * max(len(own.ids) for own in batch) >= BATCH or tokens >= COUNTED:
+        if len(batch) * max(len(own.ids) for own in batch) >= COUNTED_AT_ONCE or tokens >= COUNTED:
             yield batch
             batch = []
         if tokens >= COUNTED:
