@@ -1,6 +1,6 @@
 // Experts of a layer on a few tokens in one call: what enters, the activation, what leaves and the weighted sum, by the
 // threads of one parallel region, which wait in it for one another. Nothing is allocated but for more than ever before.
-#include <cmath>
+#include "exponential.h"
 #include "rows.h"
 #include "work.h"
 
@@ -12,25 +12,6 @@ struct Block {
   int64_t hidden, inner;
 };
 
-// eˣ as torch's vectors have it, by Sleef's polynomial (u10, Boost license): the same bits where there is FMA.
-static inline vf exponential(vf x) {
-  const vf scaled = x * 1.442695040888963407f;
-  vf whole;
-  for (int i = 0; i < W; i++) whole[i] = std::rint(scaled[i]);
-  const vi power = __builtin_convertvector(whole, vi);
-  vf s = whole * -0.693145751953125f + x;
-  s = whole * -1.428606765330187045e-06f + s;
-  vf u = s * 0.000198527617612853646278381f + 0.00139304355252534151077271f;
-  u = u * s + 0.00833336077630519866943359f;
-  u = u * s + 0.0416664853692054748535156f;
-  u = u * s + 0.166666671633720397949219f;
-  u = u * s + 0.5f;
-  u = s * s * u + s + 1.f;
-  const vi half = power >> 1;
-  u = u * (vf)((vu)(half + 127) << 23) * (vf)((vu)(power - half + 127) << 23);
-  u = x < -104.f ? vf{} : u;
-  return x > 100.f ? vf{} + INFINITY : u;
-}
 // The activation, silu.
 static inline vf activated(vf x) { return x / (1.f + exponential(-x)); }
 

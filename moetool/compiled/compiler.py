@@ -21,7 +21,7 @@ import torch
 from moetool.compiled import forms
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("routed.cpp", "block.cpp", "many.cpp", "trellis.cpp")]
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _SECONDS = 300  # that a compiler may take; it takes about 15 of processor time
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.

@@ -24,6 +24,7 @@ from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
 from moetool.format.marker import moetool_entry
 from moetool.quiet import quiet
+from moetool.runtime.attention import attend_by_kernels
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
 from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 
@@ -146,6 +147,7 @@ def load_model(
     refuse_loaded(checkpoint, told)
     _forget_aliases(model, renamed)
     run_experts_of_any_width(model)
+    attend_by_kernels(model)
     return model.eval()
 
 

@@ -164,8 +164,11 @@ class MoetoolQuantizer(HfQuantizer):
 
     def postprocess_model(self, model: "PreTrainedModel", **options: Any) -> "PreTrainedModel":
         """Finish loading: the model, whose weights are all in place, becomes an ordinary one."""
+        from moetool.runtime.attention import attend_by_kernels  # which needs more than is loaded with this module
+
         model = super().postprocess_model(model, **options)
         self._sparing.close()
+        attend_by_kernels(model)
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
