@@ -26,7 +26,9 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _SECONDS = 300  # that a compiler may take; it takes about 15 of processor time
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
-_VARIANTS = (("-march=native", "-fopenmp"), ("-march=native",), ())  # the first that compiles and loads is taken
+# The first that compiles and loads is taken, of those for the instructions that `MOETOOL_INSTRUCTIONS` names.
+_NATIVE, _AVX2, _PLAIN = ("-march=native",), ("-mavx2", "-mfma", "-mf16c"), ()
+_INSTRUCTIONS = {"native": (_NATIVE, _PLAIN), "avx2": (_AVX2,), "plain": (_PLAIN,)}
 
 
 @cache
@@ -73,8 +75,13 @@ def _attempt() -> str:
         return f"they are compiled on Linux and macOS, not on {platform.system()}"
     if not (compiler := compiler_command()):
         return "there is no C++ compiler (c++, g++ or clang++) on the path; Debian has one in the package g++"
+    wanted = os.environ.get("MOETOOL_INSTRUCTIONS", "").lower() or "native"
+    if wanted not in _INSTRUCTIONS:
+        return f"MOETOOL_INSTRUCTIONS={wanted} is set, which is none of {', '.join(_INSTRUCTIONS)}"
+    if wanted == "avx2" and "avx2" not in _processor().split():  # the first of them would end the process
+        return "MOETOOL_INSTRUCTIONS=avx2 is set, and the processor does not have them"
     said = ""
-    for flags in _VARIANTS:
+    for flags in ((*own, *threads) for own in _INSTRUCTIONS[wanted] for threads in (("-fopenmp",), ())):
         try:
             _LOADED.append(load(compiler, flags))
         except subprocess.TimeoutExpired:

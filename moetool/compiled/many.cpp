@@ -105,3 +105,23 @@ extern "C" void moetool_multiply(const Operand* matrices, long count, const uint
   }
 #endif
 }
+// What this was compiled for: the instructions that are used where there are any, and whether there are threads.
+extern "C" const char* moetool_built_for() {
+  return
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+      "AVX-512 with VNNI"
+#elif defined(__AVX512BW__)
+      "AVX-512"
+#elif defined(__AVX2__)
+      "AVX2"
+#elif defined(__ARM_NEON)
+      "NEON"
+#else
+      "no vectors"
+#endif
+#if defined(_OPENMP)
+      ", threads";
+#else
+      ", one thread";
+#endif
+}

@@ -69,6 +69,14 @@ def multiplies_by() -> Literal["AVX-512", "AMX"] | None:
     return found[library().moetool_multiplies()]
 
 
+def built_for() -> str:
+    """What the kernels were compiled for: instructions, and whether they know threads."""
+    kernels = library()
+    kernels.moetool_built_for.restype = ctypes.c_char_p
+    name: bytes = kernels.moetool_built_for()
+    return name.decode()
+
+
 def _part_by_part(numbers: Tensor, shape: tuple[int, int], inputs: Tensor) -> Tensor:
     """The same by torch's own products. The part comes first in them: oneDNN takes up to half the time then, since rows
     are many and tokens are few."""

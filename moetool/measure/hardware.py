@@ -67,11 +67,13 @@ class CompiledKernels(Printed):
     Attributes:
         compiler: the command; `None` if there is none.
         problem: why there are no kernels; `None` if there are.
+        built_for: what they were compiled for, e.g. `AVX-512 with VNNI, threads`; `None` if there are none.
         bf16: the instructions by which they multiply in bf16; `None` where the processor has none for it.
     """
 
     compiler: str | None
     problem: str | None
+    built_for: str | None
     bf16: Literal["AVX-512", "AMX"] | None
 
 
@@ -182,7 +184,9 @@ def _card(number: int) -> Card:
 def _kernels() -> CompiledKernels:
     problem = compiler.problem() or None
     command = " ".join(compiler.compiler_command()) or None
-    return CompiledKernels(command, problem, cpu.multiplies_by() if problem is None else None)
+    if problem is not None:
+        return CompiledKernels(command, problem, None, None)
+    return CompiledKernels(command, None, cpu.built_for(), cpu.multiplies_by())
 
 
 def _speed(machine: Machine, device: torch.device) -> Speed:
@@ -227,6 +231,8 @@ def _slow_kernels(kernels: CompiledKernels, cards: Sequence[Card]) -> list[str]:
         )
     elif kernels.bf16 is None:
         said.append("Long prompts of compressed models in bf16: the processor has no products of bf16.")
+    if kernels.built_for is not None and kernels.built_for.endswith("one thread"):
+        said.append(f"Compressed models run on one thread: {kernels.compiler} compiles without OpenMP (clang: libomp).")
     for own in cards:
         if own.kernels_problem is not None:
             said.append(f"Compressed models on {own.name} run in plain torch: {own.kernels_problem.rstrip('.')}.")

@@ -33,6 +33,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing known of compilers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MOETOOL_KERNELS", raising=False)
+    monkeypatch.delenv("MOETOOL_INSTRUCTIONS", raising=False)
     monkeypatch.setattr(compiler, "_LOADED", [])
     monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path))
     clear()
@@ -124,6 +125,49 @@ def test_another_compiler_and_other_sources_make_another_library(
 
 
 @needs_compiler
+def test_another_processor_makes_another_library(runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home is shared by machines: none may run what another's processor alone can."""
+    assert compiler.problem() == ""
+    (first,) = cached(fresh)
+    monkeypatch.setattr(compiler, "_processor", lambda: "flags: fpu sse2")
+    clear()
+    assert compiler.problem() == ""
+    assert len(cached(fresh)) == 2
+    assert first in cached(fresh)
+    assert runs.read_text() == "x\nx\n"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("value", "given"), [("", "-march=native"), ("Native", "-march=native"), ("AVX2", "-mavx2"), ("plain", "")]
+)
+def test_instructions_that_are_asked_for(
+    value: str, given: str, runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(fresh / "compiler", COMPILER.replace("echo x", 'echo "$@"'))
+    monkeypatch.setattr(compiler, "_processor", lambda: "flags: avx2")
+    monkeypatch.setenv("MOETOOL_INSTRUCTIONS", value)
+    assert compiler.problem() == ""
+    (line,) = runs.read_text().splitlines()
+    assert [flag for flag in line.split() if flag.startswith("-m")][:1] == ([given] if given else [])
+    assert "-fopenmp" in line.split()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("avx512", "MOETOOL_INSTRUCTIONS=avx512 is set, which is none of native, avx2, plain"),
+        ("avx2", "MOETOOL_INSTRUCTIONS=avx2 is set, and the processor does not have them"),
+    ],
+)
+def test_instructions_that_there_are_not(value: str, says: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_processor", lambda: "flags: sse2 avx2x")
+    monkeypatch.setenv("MOETOOL_INSTRUCTIONS", value)
+    assert compiler.problem() == says
+    assert not runs.exists()
+
+
+@needs_compiler
 @pytest.mark.parametrize("reason", ["a file is there", "others may write", "not the user's"])
 def test_a_cache_that_cannot_be_used_or_trusted(
     reason: str, runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,6 +194,7 @@ def test_a_cache_that_cannot_be_used_or_trusted(
         ("nonsense-c++", r"nonsense-c\+\+ cannot compile or load them: .*No such file"),
         ("hangs", "has not compiled them in .* seconds"),
         ("complains", "cannot compile or load them: .*unknown type name"),
+        ("is too old", "cannot compile or load them: .*unrecognized command line option '-std=c\\+\\+17'"),
         ("makes nothing", "cannot compile or load them: .*No such file"),
         ("makes nonsense", "cannot compile or load them: .*(file too short|ELF)"),
     ],
@@ -160,6 +205,7 @@ def test_a_compiler_that_does_not(
     scripts = {
         "hangs": "sleep 600 & wait",
         "complains": "[ $1 = --version ] || { echo unknown type name >&2; exit 1; }",
+        "is too old": "[ $1 = --version ] || { echo \"unrecognized command line option '-std=c++17'\" >&2; exit 1; }",
         "makes nothing": "exit 0",
         "makes nonsense": "for last; do :; done; [ $1 = --version ] || echo no > $last",
     }

@@ -134,6 +134,23 @@ def test_scales_that_are_not_finite_go_through(bits: int, shape: tuple[int, int]
         assert found[:, clean].isfinite().all()
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("instructions", ["native", "x86-64", "cooperlake"], indirect=True)
+def test_many_tokens_of_which_one_is_not_finite(number: float, instructions: str) -> None:
+    """It spoils nobody else's products, and a group of zeros is zero for all others."""
+    for bits in BITS:
+        operand = coded(bits, (64, 96), 32)
+        assert operand.scales is not None
+        operand.scales[3] = 0
+        inputs = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+        clean = linear(((operand,),), inputs, 64)
+        assert not clean[:, 3].any()
+        inputs[7, 50] = number
+        found, others = linear(((operand,),), inputs, 64), [token for token in range(40) if token != 7]
+        assert found[others].equal(clean[others])
+        assert not found[7, [row for row in range(64) if row != 3]].isfinite().any()
+
+
 def test_nothing_in_nothing_out() -> None:
     operand = coded(4, (64, 96), 32)
     table = Table([((operand,),), ()], (64, 96), ())

@@ -19,7 +19,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.entry import format_entry
 from moetool.quiet import quiet
-from moetool.runtime.paging import PagedExperts, resident_bytes
+from moetool.runtime.paging import _DONT_NEED, PagedExperts, _advise, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="experts are paged on Linux")
 SHAPE, EXPERT = MoEShape(experts=4, top_k=2, hidden=128, intermediate=2048), 3 * 128 * 2048  # bytes of codes
@@ -79,6 +79,32 @@ def test_what_is_let_go_of_is_not_in_memory(large: Path) -> None:
     pager.need(0, [0])
     assert before - resident_bytes() > 0.9 * 11 * EXPERT
     assert pager.held_bytes < 1.1 * EXPERT, "what a layer needs is there, whatever the memory"
+
+
+def test_memory_that_is_taken_away_is_read_again(large: Path) -> None:
+    """The system may drop any page of a map at any time."""
+    expected, model = logits(loaded(large)), loaded(large)
+    pager = moetool.page_experts(model, 1 << 50)
+
+    def take_away(*_: object) -> None:
+        for own in pager._spans.values():
+            _advise(own, _DONT_NEED)
+
+    hook = model.model.layers[1].register_forward_pre_hook(take_away)
+    assert logits(model).equal(expected)
+    hook.remove()
+    assert logits(model).equal(expected)
+
+
+def test_memory_that_shrinks_while_tokens_run(large: Path) -> None:
+    expected, model = logits(loaded(large)), loaded(large)
+    pager = moetool.page_experts(model, 1 << 50)
+    before = pager.memory
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: setattr(pager, "memory", 0))
+    assert logits(model).equal(expected)
+    hook.remove()
+    assert pager.memory < before
+    assert pager.held_bytes < 3 * EXPERT, "no more than the layer that ran last needed"
 
 
 def test_the_experts_that_were_used_longest_ago_go_first(large: Path) -> None:

@@ -56,7 +56,7 @@ def _hardware(found: "Hardware") -> list[tuple[str, str]]:
         f"{number} {word}{'s' * (number > 1)}"
         for number, word in ((processor.count, "processor"), (processor.threads, "thread"))
     )
-    built = f"by {kernels.compiler}, products of bf16 by {kernels.bf16 or 'torch'}"
+    built = f"by {kernels.compiler} for {kernels.built_for}; products of bf16 by {kernels.bf16 or 'torch'}"
     fields = [
         ("torch", f"built for {found.built_for}"),
         ("processor", f"{processor.name}, {count}, {threads}, {processor.instructions}"),
