@@ -6,7 +6,7 @@ BIN := .venv/bin
 BENCH ?= factorize folding gram kmeans moefied packing
 ARGS ?= --quick
 
-.PHONY: demo test test-all check bench docs text clean
+.PHONY: demo test test-all test-vllm check bench docs text clean
 
 demo: .venv/ready
 	$(BIN)/moetool demo
@@ -20,6 +20,10 @@ test: .venv/ready
 # Every parameter of every test, and longer fuzzing; `make test` takes a sample of both.
 test-all: .venv/ready
 	MOETOOL_TEST_DAMAGES=100 MOETOOL_TEST_KILLS=6 $(TEST) -m ''
+
+# The plug-in in vLLM itself, on a processor, in an environment of its own of about 2 GB.
+test-vllm:
+	scripts/with_vllm.sh --tests
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -15,30 +15,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moetool.format.gguf_lattices import pack_iq2_s, pack_iq2_xs, pack_iq2_xxs, pack_iq3_s, pack_iq3_xxs
+from moetool.format.gguf_parts import BlockParts
+
 _Bytes = NDArray[np.uint8]
 NumberType = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
-    "q5_1", "q5_0", "q4_1", "q4_0",
+    "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "q5_1", "q5_0", "q4_1", "q4_0",
 ]  # fmt: skip
 _TWO, _FOUR = np.uint8(2), np.uint8(4)
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """The numbers of blocks.
-
-    Attributes:
-        codes: `[blocks, numbers]` uint8, of each number.
-        scales, minima: `[blocks, groups]` int16, codes of scales and of minima (zeros where a type has none).
-        d, dmin: `[blocks]` fp16, the units of scales and of minima.
-    """
-
-    codes: _Bytes
-    scales: NDArray[np.int16]
-    minima: NDArray[np.int16]
-    d: NDArray[np.float16]
-    dmin: NDArray[np.float16]
 
 
 @dataclass(frozen=True)
@@ -74,9 +60,33 @@ class BlockType:
         return self.minimum_range != (0, 0)
 
     @property
+    def resolution(self) -> int:
+        """Number of levels of a number by itself, or of the evenly spaced ones that lose about as much."""
+        return len(self.levels)
+
+    @property
     def is_even(self) -> bool:
         """Whether the levels of codes are consecutive whole numbers, evenly spaced."""
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
+
+
+@dataclass(frozen=True)
+class LatticeType(BlockType):
+    """A type in which the magnitudes of several numbers together are a point of a list (`gguf_lattices`).
+
+    Attributes:
+        magnitudes: of a number, ascending; levels are these with both signs.
+        together: numbers of a point.
+        has_even_signs: whether of 8 numbers an even count is negative.
+    """
+
+    magnitudes: tuple[int, ...] = ()
+    together: int = 8
+    has_even_signs: bool = False
+
+    @property
+    def resolution(self) -> int:
+        return 4 if self.together == 8 else 8
 
 
 def _halves(numbers: NDArray[np.float16]) -> _Bytes:
@@ -161,6 +171,14 @@ def _iq4_xs(parts: BlockParts) -> _Bytes:
     return np.concatenate([_halves(parts.d), high, low, _planes(parts.codes, 4, 16)], 1)
 
 
+def _lattice(
+    name: NumberType, nbytes: int, group: int, magnitudes: tuple[int, ...], pack: Callable[[BlockParts], _Bytes]
+) -> LatticeType:
+    levels = (*(-size for size in reversed(magnitudes)), *magnitudes)
+    together, has_even_signs = 8 if len(magnitudes) == 3 else 4, not name.endswith("_s")
+    return LatticeType(name, 256, nbytes, group, levels, (1, 31), _NONE, pack, magnitudes, together, has_even_signs)
+
+
 def _even(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
@@ -182,10 +200,20 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
             BlockType("q4_0", 32, 18, 32, _even(-8, 16), _ONE, _NONE, _short),
             BlockType("iq4_nl", 32, 18, 32, IQ4_LEVELS, _ONE, _NONE, _short),
             BlockType("iq4_xs", 256, 136, 32, IQ4_LEVELS, (-32, 31), _NONE, _iq4_xs),
+            _lattice("iq3_s", 110, 32, (1, 3, 5, 7, 9, 11, 13, 15), pack_iq3_s),
+            _lattice("iq3_xxs", 98, 32, (4, 12, 20, 28, 36, 44, 52, 62), pack_iq3_xxs),
+            _lattice("iq2_s", 82, 16, (8, 25, 43), pack_iq2_s),
+            _lattice("iq2_xs", 74, 16, (8, 25, 43), pack_iq2_xs),
+            _lattice("iq2_xxs", 66, 32, (8, 25, 43), pack_iq2_xxs),
         )
     }
 )
 # What a tensor gets whose rows are no whole super-blocks, as in llama.cpp (`llama_tensor_get_type`).
 WITHOUT_SUPER_BLOCKS: Mapping[NumberType, NumberType] = MappingProxyType(
-    {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+    {
+        **dict.fromkeys(("q2_k", "q3_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs"), "iq4_nl"),
+        "q4_k": "q5_0",
+        "q5_k": "q5_1",
+        "q6_k": "q8_0",
+    }
 )

@@ -72,7 +72,8 @@ class Doors:
     ) -> dict[str, Any]:
         seconds = time.monotonic() - began
         found = {name: compared(predict(own), own, self._reference(name)) for name, own in self.windows.items()}
-        return {"bytes": size, "seconds": seconds, "kl": {name: one["kl"] for name, one in found.items()}}
+        of_each = {key: {name: one[key] for name, one in found.items()} for key in ("kl", "nll")}
+        return {"bytes": size, "seconds": seconds, **of_each}
 
     def ours(self, number: str) -> dict[str, Any]:
         """The model in our codes of the types that stand beside one of llama.cpp's mixtures."""

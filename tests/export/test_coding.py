@@ -15,6 +15,7 @@ ROWS, COLUMNS = 24, 512
 # in groups of as many numbers can do.
 NEAREST = {
     "q2_k": 0.09, "q3_k": 0.03, "q4_k": 8e-3, "q5_k": 2e-3, "q6_k": 5e-4, "q8_0": 5e-5, "q5_1": 2e-3, "q5_0": 2e-3,
+    "iq3_s": 0.03, "iq3_xxs": 0.04, "iq2_s": 0.08, "iq2_xs": 0.1, "iq2_xxs": 0.13,
     "q4_1": 8e-3, "q4_0": 9e-3, "iq4_nl": 8e-3, "iq4_xs": 8e-3,
 }  # fmt: skip
 KINDS = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)

@@ -10,7 +10,7 @@ from moetool.errors import UsageError
 from moetool.export.gguf import own_types
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor
-from moetool.export.gguf.own_types import TypeLosses, own_menu
+from moetool.export.gguf.own_types import TypeLosses, own_menu, try_types
 from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
 from moetool.numerics.error_feedback import Feedback
 
@@ -35,7 +35,9 @@ REST = [
 
 def test_layers_have_a_choice_and_nothing_else() -> None:
     menu = own_menu([UP, DOWN, *REST])
-    assert [kind.name for kind in menu.types[UP.name]] == ["q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0"]
+    assert [kind.name for kind in menu.types[UP.name]] == [
+        *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+    ]
     assert [kind.name for kind in menu.types[DOWN.name]] == ["iq4_nl", "q5_0", "q5_1", "q8_0"]
     assert set(menu.types) == {UP.name, DOWN.name}
     for types in menu.types.values():
@@ -66,7 +68,7 @@ def test_all_rows_tried_say_what_the_codes_lose(given: Tensor, monkeypatch: pyte
     assert feedback is not None
     for _ in range(2):
         rows, sensitivity = torch.randn(48, 256, generator=draw), torch.rand(48, generator=draw)
-        losses.add(rows, given.diagonal(), sensitivity, feedback)
+        try_types([losses], [rows], given.diagonal(), [sensitivity], feedback)
         for index, kind in enumerate(KINDS):
             errors = (rows - block_codes(rows, kind, feedback).decoded().T).double()
             expected[index] += ((errors @ given.double() * errors).sum(1) * sensitivity).sum()
@@ -79,13 +81,13 @@ def test_a_few_rows_and_experts_stand_for_all(given: Tensor) -> None:
     tried, whole = TypeLosses(KINDS), TypeLosses(KINDS)
     for number, scale in enumerate((1.0, 3.0)):
         rows, sensitivity = torch.randn(128, 256, generator=draw) * scale, torch.rand(128, generator=draw)
-        whole.add(rows, given.diagonal(), sensitivity, feedback)
-        tried.add(rows, given.diagonal(), sensitivity, feedback if number == 0 else None)
+        try_types([whole], [rows], given.diagonal(), [sensitivity], feedback)
+        try_types([tried], [rows], given.diagonal(), [sensitivity], feedback if number == 0 else None)
     for few, all_ in zip(tried.estimates(), whole.estimates(), strict=True):
         assert few == pytest.approx(all_, rel=0.1)
 
 
 def test_what_no_token_reached_costs_nothing(given: Tensor) -> None:
     losses = TypeLosses(KINDS)
-    losses.add(torch.randn(8, 256), torch.zeros(256), torch.zeros(8), None)
+    try_types([losses], [torch.randn(8, 256)], torch.zeros(256), [torch.zeros(8)], None)
     assert losses.estimates() == [0, 0, 0]

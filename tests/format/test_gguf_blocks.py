@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockParts, BlockType
+from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockType, LatticeType
+from moetool.format.gguf_lattices import lattice_points
+from moetool.format.gguf_parts import BlockParts
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 BLOCKS = 5
@@ -16,6 +18,14 @@ def parts_of(kind: BlockType) -> BlockParts:
     scales, minima = (random.integers(low, high + 1, (BLOCKS, groups)).astype(np.int16) for low, high in limits)
     d, dmin = random.standard_normal((2, BLOCKS)).astype(np.float16)
     codes = random.integers(0, len(kind.levels), (BLOCKS, kind.numbers)).astype(np.uint8)
+    if isinstance(kind, LatticeType):
+        points, count = lattice_points(kind.name), len(kind.magnitudes)
+        sizes = points[random.integers(0, len(points), (BLOCKS, kind.numbers // kind.together))].reshape(BLOCKS, -1, 8)
+        is_negative = random.integers(0, 2, sizes.shape) == 1
+        if kind.has_even_signs:
+            is_negative[..., 7] = is_negative[..., :7].sum(-1) % 2 == 1
+        codes = np.where(is_negative, count - 1 - sizes, count + sizes).astype(np.uint8).reshape(BLOCKS, -1)
+        scales |= 1
     return BlockParts(codes, scales, minima, d, dmin)
 
 

@@ -48,7 +48,7 @@ def wide(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempP
     return path
 
 
-@pytest.mark.parametrize("number", sampled(["q2_k", "q3_k"], ["q3_k"]))
+@pytest.mark.parametrize("number", sampled(["q2_k", "q3_k", "iq3_xxs"], ["iq3_xxs"]))
 def test_codes_chosen_on_a_text_lose_less(
     run_cli: Any,
     calibration: tuple[object, ...],

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moetool.format.gguf_blocks import BlockParts, BlockType
+from moetool.export.gguf.lattice import nearest_in_list
+from moetool.format.gguf_blocks import BlockType, LatticeType
+from moetool.format.gguf_parts import BlockParts
 
 # Scales tried, by the share of the one that holds a group's largest number; fewer levels want smaller ones.
 _CLIPS = {
@@ -87,11 +89,13 @@ def nearest_levels(kind: BlockType, places: Tensor) -> Tensor:
     """The level nearest to each place, fp32; `places` are overwritten."""
     if kind.is_even:
         return places.round_().clamp_(kind.levels[0], kind.levels[-1])
-    return levels_of(kind, _between(kind, places))
+    return levels_of(kind, nearest_codes(kind, places))
 
 
 def nearest_codes(kind: BlockType, places: Tensor) -> Tensor:
     """The code of the level nearest to each place, uint8; `places` are overwritten."""
+    if isinstance(kind, LatticeType):
+        return nearest_in_list(kind, places)
     if kind.is_even:
         return nearest_levels(kind, places).sub_(kind.levels[0]).to(torch.uint8)
     return _between(kind, places)
@@ -100,6 +104,14 @@ def nearest_codes(kind: BlockType, places: Tensor) -> Tensor:
 def _between(kind: BlockType, places: Tensor) -> Tensor:
     levels = torch.tensor(kind.levels, dtype=torch.float32, device=places.device)
     return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def nearest_scales(kind: BlockType, places: Tensor) -> Tensor:
+    """The code of a scale nearest to each place; `places` are overwritten."""
+    low, high = kind.scale_range
+    if isinstance(kind, LatticeType):  # odd ones alone
+        return places.sub_(1).div_(2).round_().mul_(2).add_(1).clamp_(low, high)
+    return places.round_().clamp_(low, high)
 
 
 def inverse(numbers: Tensor) -> Tensor:
@@ -125,7 +137,7 @@ def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tenso
     numbers = inputs.unflatten(0, (-1, kind.group))
     weights = energy.unflatten(0, (-1, kind.group))[..., None]
     weights = weights + 1e-6 * weights.mean() + torch.finfo(torch.float32).tiny
-    clips = _CLIPS.get(len(kind.levels), _MANY)
+    clips = _CLIPS.get(kind.resolution, _MANY)
     low = numbers.amin(1)
     if kind.has_minimum:
         low = low.clamp_max(0) if kind.minimum_range[0] == 0 else low
@@ -135,6 +147,8 @@ def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tenso
         high = numbers.amax(1)
         largest = torch.where(high > -low, high, low) / kind.levels[0]
         signs = (1, -1) if len(kind.levels) <= 16 else (1,)
+        if isinstance(kind, LatticeType):  # which has every level with both signs
+            largest, signs = largest.abs(), (1,)
         starts = [(largest * clip * sign, torch.zeros_like(low)) for clip in clips for sign in signs]
     best, found = torch.full_like(low, torch.inf), starts[-1]
     for scale, minimum in starts:
@@ -173,6 +187,8 @@ def with_scales(inputs: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor)
     """The nearest codes `[in, out]` under scales and minima `[groups, out]`, rounded to what blocks hold."""
     scales, d = _coded(scale, kind, kind.scale_range)
     minima, dmin = _coded(minimum, kind, kind.minimum_range)
+    scales = nearest_scales(kind, scales)
+    minima = minima.round_().clamp_(*kind.minimum_range)
     blocked = Blocked(kind, torch.empty_like(inputs, dtype=torch.uint8), scales, minima, d, dmin)
     places = inputs.unflatten(0, (-1, kind.group)) + blocked.minimum()[:, None]
     places.mul_(inverse(blocked.scale())[:, None])
@@ -181,11 +197,11 @@ def with_scales(inputs: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor)
 
 
 def _coded(numbers: Tensor, kind: BlockType, limits: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Whole codes `[groups, out]` within limits, and what they are multiplied with, `[blocks, out]`."""
+    """Codes `[groups, out]` before rounding, and what they are multiplied with, `[blocks, out]`."""
     low, high = limits
     by_block = numbers.unflatten(0, (-1, kind.numbers // kind.group))
     if low == high:
         return torch.full_like(numbers, high), fp16(by_block[:, 0] * high)
     largest = by_block.gather(1, by_block.abs().argmax(1, keepdim=True))[:, 0]
     unit = fp16(largest / (low if low < 0 else high))
-    return (by_block * inverse(unit)[:, None]).round_().clamp_(low, high).flatten(0, 1), unit
+    return (by_block * inverse(unit)[:, None]).flatten(0, 1), unit

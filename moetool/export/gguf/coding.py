@@ -9,11 +9,13 @@ every row is stretched until its output is as large as it was (`numerics.scale_f
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from moetool.export.gguf.blocked import Blocked, first_scales, fp16, inverse, levels_of, nearest_codes, with_scales
 from moetool.export.gguf.descent import Descent
-from moetool.format.gguf_blocks import BlockType
+from moetool.export.gguf.lattice import TOGETHER, best_in_list
+from moetool.format.gguf_blocks import BlockType, LatticeType
 from moetool.numerics.error_feedback import DAMPING, Feedback, better_codes
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS, widest_scales
 from moetool.numerics.work import Work
@@ -86,6 +88,8 @@ class _Grid:
 
 def _fed_back(inputs: Tensor, nearest: Blocked, feedback: Feedback) -> Blocked:
     """Codes that make good for each other's errors, in rows where the nearest lose more."""
+    if isinstance(nearest.kind, LatticeType):
+        return _points_fed_back(inputs, nearest, nearest.kind, feedback)
     errors = (inputs - nearest.decoded()).T.contiguous()
     codes = better_codes(
         inputs[feedback.order], errors, nearest.codes.T.contiguous(), _Grid(nearest), len(nearest.scales), feedback
@@ -94,9 +98,38 @@ def _fed_back(inputs: Tensor, nearest: Blocked, feedback: Feedback) -> Blocked:
     return nearest
 
 
+def _points_fed_back(inputs: Tensor, nearest: Blocked, kind: LatticeType, feedback: Feedback) -> Blocked:
+    """The same of points: those of 8 inputs make good for all errors before them.
+
+    With G = R R^T for an upper R in an order of the inputs, the error of a row e is |e R|^2. Of it the columns of 8
+    inputs hold the errors of these and of all before. So their point is to be near what cancels the rest, in the metric
+    of these columns.
+    """
+    energy = feedback.gram.diagonal().unflatten(0, (-1, TOGETHER)).sum(1)
+    first = energy.argsort(descending=True, stable=True) * TOGETHER
+    order = (first[:, None] + torch.arange(TOGETHER, device=first.device)).flatten()
+    gram = feedback.gram.clone()
+    gram.diagonal().mul_(1 + DAMPING).add_(_SILENT)
+    factor = torch.linalg.cholesky(gram[order][:, order].flip(0, 1)).flip(0, 1)
+    errors, codes, scale = inputs[order], torch.empty_like(nearest.codes), nearest.scale()
+    for start in range(0, len(order), TOGETHER):
+        part, own = slice(start, start + TOGETHER), order[start : start + TOGETHER]
+        block = factor[part, part]
+        # (e + c) R for the part's own columns, where c R is what the errors before leave in them
+        moved = torch.linalg.solve_triangular(block.T, factor[:start, part].T @ errors[:start], upper=False)
+        group = int(own[0]) // kind.group
+        found = best_in_list(kind, (errors[part] + moved).mul_(inverse(scale[group])), block @ block.T)
+        codes[own] = found
+        errors[part] -= levels_of(kind, found).mul_(scale[group])
+    fed = (factor.T @ errors).square_().sum(0)
+    before = (factor.T @ (inputs - nearest.decoded())[order]).square_().sum(0)
+    nearest.codes = torch.where(fed < before, codes, nearest.codes)
+    return nearest
+
+
 def _width(inputs: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor, feedback: Feedback) -> float:
     """How many times wider scales shall be than suits the nearest codes: what serves a few rows best."""
-    widest = widest_scales(feedback, _NOISE.get(len(kind.levels), 0.0))
+    widest = widest_scales(feedback, _NOISE.get(kind.resolution, 0.0))
     if widest is None:
         return 1.0
     rows = slice(0, None, max(1, inputs.shape[1] // TRIED_ROWS))

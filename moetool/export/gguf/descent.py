@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.blocked import Blocked, fp16, inverse, levels_of, nearest_codes, nearest_levels
+from moetool.export.gguf.blocked import (
+    Blocked,
+    fp16,
+    inverse,
+    levels_of,
+    nearest_codes,
+    nearest_levels,
+    nearest_scales,
+)
+from moetool.export.gguf.lattice import TOGETHER, best_in_list
+from moetool.format.gguf_blocks import LatticeType
 
 
 @dataclass
@@ -92,7 +102,7 @@ class Descent:
         aa, ax = (a * under).sum(0), (a * image).sum(0)
         low, high = kind.scale_range
         if not kind.has_minimum:
-            best = (scale + ax * inverse(aa * d)).round_().clamp_(low, high)
+            best = nearest_scales(kind, scale + ax * inverse(aa * d))
             step = (best - scale) * d
             best = torch.where(step * (2 * ax - step * aa) > 0, best, scale)
             own.scales[group] = best
@@ -125,6 +135,9 @@ class Descent:
         block = group // own.groups_per_block
         scale, minimum = own.d[block] * own.scales[group], own.dmin[block] * own.minima[group]
         over, gram, values = inverse(scale), self.gram[part, part], self._values[part]
+        if isinstance(kind, LatticeType):
+            own.codes[part] = self._set_points(kind, scale, gram, values, image, own.codes[part])
+            return
         for index, energy in enumerate(gram.diagonal().tolist()):
             now = values[index]
             place = torch.add(now, image[index], alpha=1 / energy).add_(minimum).mul_(over)
@@ -132,6 +145,24 @@ class Descent:
             image.addr_(gram[:, index], found - now, alpha=-1)
             values[index] = found
         own.codes[part] = nearest_codes(kind, (values + minimum).mul_(over))
+
+    def _set_points(
+        self, kind: LatticeType, scale: Tensor, gram: Tensor, values: Tensor, image: Tensor, codes: Tensor
+    ) -> Tensor:
+        """The best points of a group, those of 8 inputs one after the other; `values` and `image` follow."""
+        over = inverse(scale)
+        for start in range(0, kind.group, TOGETHER):
+            part = slice(start, start + TOGETHER)
+            metric, now = gram[part, part], values[part].clone()
+            place = torch.linalg.solve(metric, image[part]).add_(now).mul_(over)
+            found = best_in_list(kind, place, metric)
+            change = levels_of(kind, found).mul_(scale).sub_(now)
+            better = _gain(change, image[part], metric @ change) > 0
+            change.mul_(better)
+            codes[part] = torch.where(better, found, codes[part])
+            values[part] = torch.where(better, levels_of(kind, found).mul_(scale), now)
+            image.addmm_(gram[:, part], change, alpha=-1)
+        return codes
 
 
 def _gain(change: Tensor, image: Tensor, under: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from moetool.job.result import CalibrationFacts
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.work import Work, altogether
 
-_SUPER_BLOCKS = ("q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+# Left out are those that lose more than another of as many bytes: q2_k more than iq2_s, q3_k more than iq3_s.
+_SUPER_BLOCKS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
 _SHORT = ("iq4_nl", "q5_0", "q5_1", "q8_0")  # where super-blocks do not divide a row
 _ROWS, _EXPERTS = 32, 4  # of each matrix, and of a layer, at most, that are tried
 
@@ -67,33 +68,61 @@ class TypeLosses:
     """
 
     def __init__(self, kinds: Sequence[BlockType]) -> None:
-        self._kinds, self._lost = kinds, [0.0] * len(kinds)
+        self.kinds, self._lost = kinds, [0.0] * len(kinds)
         self._carried = self._tried = 0.0
 
-    def add(self, rows: Tensor, given: Tensor, sensitivity: Tensor, feedback: Feedback | None) -> None:
-        """Add a matrix of the tensor.
-
-        Args:
-            rows: `[out, in]`.
-            given: `[in]`, Σ over tokens of the squared inputs.
-            sensitivity: `[out]`, mean squared gradients.
-            feedback: of the inputs, with which some rows are coded; `None` where none are.
-        """
-        rows, sensitivity = rows.float(), sensitivity.float()
+    def count(self, rows: Tensor, given: Tensor, sensitivity: Tensor) -> Tensor:
+        """Count the rows `[out, in]` of a matrix; returns `[out]`, what each carries of the tensor's energy."""
         carried = (rows.square() @ given.float()) * sensitivity
         self._carried += carried.sum().item()
-        if feedback is None:
-            return
-        few = slice(0, None, -(-len(rows) // _ROWS))
-        self._tried += carried[few].sum().item()
-        for index, kind in enumerate(self._kinds):
-            errors = rows[few] - block_codes(rows[few], kind, feedback).decoded().T
-            self._lost[index] += (feedback.output_errors(errors) @ sensitivity[few]).item()
+        return carried
+
+    def add(self, index: int, lost: float) -> None:
+        """Add the loss of rows that were tried in the type of that index."""
+        self._lost[index] += lost
+
+    def tried(self, carried: float) -> None:
+        """Add what the rows carry that were tried."""
+        self._tried += carried
 
     def estimates(self) -> list[float]:
         """Estimated loss of the whole tensor in each type, in nats times the number of tokens."""
         share = self._carried / self._tried if self._tried else 0.0
         return [lost * share for lost in self._lost]
+
+
+def try_types(
+    losses: Sequence[TypeLosses],
+    matrices: Sequence[Tensor],
+    given: Tensor,
+    sensitivities: Sequence[Tensor],
+    feedback: Feedback | None,
+) -> None:
+    """Add matrices that have the same inputs to the losses of their tensors, which have the same types on offer.
+
+    Args:
+        losses: of the tensor of each.
+        matrices: `[out, in]`.
+        given: `[in]`, Σ over tokens of the squared inputs.
+        sensitivities: `[out]` of each, mean squared gradients.
+        feedback: of the inputs, with which some rows are coded; `None` where none are.
+    """
+    few, weights = [], []
+    for own, matrix, sensitivity in zip(losses, matrices, sensitivities, strict=True):
+        rows, sensitivity = matrix.float(), sensitivity.float()
+        step = slice(0, None, -(-len(rows) // _ROWS))
+        carried = own.count(rows, given, sensitivity)
+        if feedback is not None:
+            own.tried(carried[step].sum().item())
+        few.append(rows[step])
+        weights.append(sensitivity[step])
+    if feedback is None:
+        return
+    together = torch.cat(few)
+    for index, kind in enumerate(losses[0].kinds):
+        errors = feedback.output_errors(together - block_codes(together, kind, feedback).decoded().T)
+        for own, lost, weight in zip(losses, errors.split([len(rows) for rows in few]), weights, strict=True):
+            own.add(index, (lost @ weight).item())
 
 
 def measure_types(
@@ -117,10 +146,14 @@ def measure_types(
             calibrated.gradient_sweep.backward(layer, module, [moments, *([] if experts is None else [experts])])
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
         for path, names in source.projections(layer).items():
-            feedback = Feedback.of(grams[path])
-            for name in set(names) & set(losses):
-                rows, given = torch.cat(list(tensors[name].parts())).to(job.device), moments.by_name[name].given[0]
-                losses[name].add(rows, given, moments.sensitivity(name), feedback)
+            if own := [name for name in names if name in losses]:
+                try_types(
+                    [losses[name] for name in own],
+                    [torch.cat(list(tensors[name].parts())).to(job.device) for name in own],
+                    moments.by_name[own[0]].given[0],
+                    [moments.sensitivity(name) for name in own],
+                    Feedback.of(grams[path]),
+                )
         if experts is not None:
             _try_experts(job, layer, losses, tensors, moments, experts)
         found = {name: torch.tensor(own.estimates(), dtype=torch.float64) for name, own in losses.items()}
@@ -149,9 +182,13 @@ def _try_experts(
         busiest = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)[:_EXPERTS]
         for expert, matrices in enumerate(zip(*(tensors[name].parts() for name in names), strict=True)):
             feedback = Feedback.of(grams.gram(expert, roles[0])) if expert in busiest and counts[expert] else None
-            for name, matrix in zip(names, matrices, strict=True):
-                own = moments.by_name[name]
-                losses[name].add(matrix.to(job.device), own.given[expert], own.sensitivity[expert], feedback)
+            try_types(
+                [losses[name] for name in names],
+                [matrix.to(job.device) for matrix in matrices],
+                moments.by_name[names[0]].given[expert],
+                [moments.by_name[name].sensitivity[expert] for name in names],
+                feedback,
+            )
 
 
 def _file(job: Job[GgufSource], layer: int) -> Path:

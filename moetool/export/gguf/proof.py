@@ -15,7 +15,8 @@ from moetool.job.result import LoadedLayer
 # that make good for each other's errors.
 _ROUNDING: dict[NumberType, float] = {
     "f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2, "q6_k": 0.1, "q5_k": 0.2, "q5_1": 0.2, "q5_0": 0.2,
-    "q4_k": 0.4, "q4_1": 0.4, "q4_0": 0.4, "iq4_xs": 0.4, "iq4_nl": 0.4, "q3_k": 0.6, "q2_k": 0.9,
+    "q4_k": 0.4, "q4_1": 0.4, "q4_0": 0.4, "iq4_xs": 0.4, "iq4_nl": 0.4, "q3_k": 0.6, "iq3_s": 0.6,
+    "iq3_xxs": 0.7, "q2_k": 0.9, "iq2_s": 0.9, "iq2_xs": 1.0, "iq2_xxs": 1.2,
 }  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""The plug-in in vLLM itself, where it is installed: `make test-vllm`. On a processor, in fp32, beside transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load
+from families import build
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="wants vLLM, in an environment of its own")
+
+TOKENS, NEW = 40, 8
+METHODS: dict[str, tuple[object, ...]] = {
+    "original": (),
+    "d2moe": ("--method", "d2moe", "--ratio", 0.3, "--prune-base", 0.2),
+    "hybrid": ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16, "--base-bits", "nf4"),
+    "quantize": ("--method", "quantize", "--bits", 3, "--group-size", 16, "--rotate"),
+}
+SIZES = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 96},
+    "qwen3_moe": {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "norm_topk_prob": True},
+}
+# Prints the log-probabilities of all tokens after the first, and the likeliest that follow.
+SERVED = """
+import json, sys
+from vllm import LLM, SamplingParams
+path, ids, new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+model = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=len(ids) + new, max_num_seqs=1)
+asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, prompt_logprobs=0)
+[answer] = model.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
+known = [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], ids[1:])]
+print(json.dumps([known, list(answer.outputs[0].token_ids)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def compressed(
+    run_cli: Any, tiny_tokenizer: PreTrainedTokenizerFast, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """`compressed(family, method)`: a small random model, as `compress` makes it smaller."""
+    text = ("--calibration", tiny_text, "--mix", 0, "--samples", 8, "--sequence-length", 32)
+
+    def make(family: str, method: str) -> Path:
+        source = tmp_path_factory.mktemp(family) / "in"
+        build(family, **SIZES, **FAMILIES[family]).save_pretrained(source)
+        tiny_tokenizer.save_pretrained(source)
+        if method == "original":
+            return source
+        result = run_cli("compress", source, source.parent / "out", *METHODS[method], *text)
+        assert result.code == 0, result.stderr
+        return source.parent / "out"
+
+    return make
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_predictions_are_those_of_transformers(
+    compressed: Callable[[str, str], Path], family: str, method: str
+) -> None:
+    path = compressed(family, method)
+    ids = torch.randint(320, (TOKENS,), generator=torch.Generator().manual_seed(0))
+    environment = {
+        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-c", SERVED, str(path), json.dumps(ids.tolist()), str(NEW)],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-3000:]
+    found, said = json.loads(told.stdout.strip().splitlines()[-1])
+    model = load(path).float()
+    with torch.no_grad():
+        known = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        new = model.generate(ids[None], max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)[0, TOKENS:]
+    torch.testing.assert_close(torch.tensor(found), known.float(), rtol=0, atol=1e-4)
+    assert said == new.tolist()
