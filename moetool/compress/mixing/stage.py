@@ -246,6 +246,12 @@ class MixingStage(Stage[MixingOptionsT]):
         schemes, losses = ranks.broadcast((dict(found.schemes), dict(found.losses)))
         return Mix(agreed_layouts(ranks, found.layouts), schemes, losses)
 
+    def _bits_in(self, output: int) -> float:
+        """Bits for each number of the experts, scales and bases included, in an output of so many bytes."""
+        checkpoint, reader = self.source.checkpoint, self.source.experts
+        experts = sum(checkpoint.tensors[name].nbytes for name in reader.names)
+        return average_bits(reader, output - (checkpoint.weight_bytes - experts))
+
     def write(self, job: Job, layers: MixedLayers, mix: Mix, target: int) -> MixedResult:
         """Encode all layers in the forms of a mix for a `target`, and write the model."""
         if job.ranks.is_first:
@@ -267,7 +273,7 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
-        notes += notes_on_including(*including_saves(self.source), output.nbytes)
+        notes += notes_on_including(*including_saves(self.source), output.nbytes, self._bits_in(output.nbytes))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
             notes.append(f"Experts of {stored} layers stay as they are stored: that loses nothing, for its bytes.")
         return MixedResult(
