@@ -15,30 +15,32 @@ from moetool.format.entry import layer_layouts
 from moetool.format.families import architecture_of
 from moetool.format.kinds import custom_module
 from moetool.format.layout import BASE_CHANNELS, LayerLayout
-from moetool.format.marker import STORED, moetool_entry
+from moetool.format.marker import METHOD, STORED, moetool_entry
 from moetool.numerics.index_sets import are_indices
 from moetool.runtime.modules.experts import SharedBaseExperts
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def served_layouts(config: Settings) -> dict[int, LayerLayout]:
+def served_layouts(config: Settings, *, decodes: bool = False) -> dict[int, LayerLayout]:
     """The layouts of a checkpoint's layers, by its settings, if another engine can hold them in its own model.
+
+    `decodes`: whether what is in few bits beside the experts is decoded while it is loaded (`plain_tensors`).
 
     Raises:
         UsageError: it would need more than the routed experts to be moetool's.
     """
     if (spec := custom_module(config)) is not None:
         raise UsageError(f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config).")
-    if beside := quantized_beside(config):
+    if not decodes and (beside := quantized_beside(config)):
         raise UsageError(
-            f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them, which only "
-            "moetool runs. Compress without --include, or export it: moetool export MODEL OUTPUT."
+            f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them: run vLLM with "
+            f"--load-format {METHOD}, which decodes them while they are loaded."
         )
-    if (moetool_entry(config) or {}).get(STORED):
+    if not decodes and (moetool_entry(config) or {}).get(STORED):
         raise UsageError(
-            "What is not compressed of this model is in its source's few bits, which only moetool decodes. Compress "
-            "with --no-keep-stored, or export it: moetool export MODEL OUTPUT."
+            "What is not compressed of this model is in its source's few bits: run vLLM with "
+            f"--load-format {METHOD}, which decodes it while it is loaded."
         )
     if config.get("text_config") is not None:
         raise UsageError(

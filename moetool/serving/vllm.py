@@ -6,12 +6,15 @@ unless vLLM itself calls.
 
 
 def register() -> None:
-    """Make vLLM know checkpoints whose `quant_method` is `moetool`. Safe to call twice."""
+    """Make vLLM know checkpoints whose `quant_method` is `moetool`, and their loader. Safe to call twice."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+    from vllm.model_executor.model_loader import register_model_loader
 
     from moetool.format.marker import METHOD
 
     if METHOD not in QUANTIZATION_METHODS:
         from moetool.serving.vllm_layers import MoetoolServing
+        from moetool.serving.vllm_loader import MoetoolLoader
 
+        register_model_loader(METHOD)(MoetoolLoader)
         register_quantization_config(METHOD)(MoetoolServing)

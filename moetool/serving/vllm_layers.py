@@ -85,7 +85,8 @@ class MoetoolServing(QuantizationConfig):
 
     @cached_property
     def _layouts(self) -> dict[int, LayerLayout]:
-        return served_layouts(self._checkpoint)
+        decodes = str(get_current_vllm_config().load_config.load_format) == METHOD
+        return served_layouts(self._checkpoint, decodes=decodes)
 
 
 class MoetoolExpertsMethod(FusedMoEMethodBase):

@@ -26,6 +26,9 @@ from typing import Any
 import torch
 from _common import Kept, publish, write_random_text, write_tokenizer
 
+from moetool.checkpoint.reader import Checkpoint
+from moetool.format.beside import quantized_beside
+
 TOKENS, NEW = 160, 24  # compared: of a text, and after its first 16
 PROMPT, DECODED, BATCH = 384, 48, 8  # timed
 CONTEXT, STARTING = 512, 600  # positions; seconds that vLLM may take to load
@@ -35,6 +38,7 @@ METHODS = {
     "quantize, 2 bits, rotated": ("--method", "quantize", "--bits", "2", "--group-size", "64", "--rotate"),
     "hybrid 80 %, trellis": ("--method", "hybrid", "--ratio", "0.8", "--trellis"),
     "d2moe 40 %, base pruned": ("--method", "d2moe", "--ratio", "0.4", "--prune-base", "0.2"),
+    "hybrid 80 %, included": ("--method", "hybrid", "--ratio", "0.8", "--include", "attention,embeddings"),
 }
 TIMED = ("original", "hybrid 75 %")
 COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
@@ -92,6 +96,8 @@ def served(model: Path, dtype: str, log: Path) -> Iterator[str]:
         "m",
     ]
     options = ["--enforce-eager", "--dtype", dtype, "--max-model-len", str(CONTEXT), "--port", str(port)]
+    if quantized_beside(Checkpoint.open(model).settings):
+        options += ["--load-format", "moetool"]
     with log.open("w") as out:
         server = subprocess.Popen(
             [*vllm, *options], stdout=out, stderr=out, env={**os.environ, "VLLM_NO_USAGE_STATS": "1"}

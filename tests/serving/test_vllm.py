@@ -3,9 +3,10 @@
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "hybrid": ("--ratio", 0.55, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--bits", 3, "--group-size", 16, "--rotate"),
 }
+INCLUDED = ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings")
 REFUSED = {"shared-expert-on-base": "shared expert on the base", "masks": "modules that only moetool runs"}
 SHARDS: tuple[Role, ...] = ("gate", "down", "up")  # w1, w2 and w3
 
@@ -46,7 +48,8 @@ def compressed(
     def make(method: str) -> Path:
         if method not in made:
             made[method] = tmp_path_factory.mktemp("served") / method
-            result = run_cli("compress", tiny_mixtral, made[method], "--method", method, *METHODS[method], *text)
+            options = INCLUDED if method == "included" else ("--method", method, *METHODS[method])
+            result = run_cli("compress", tiny_mixtral, made[method], *options, *text)
             assert result.code == 0, result.stderr
         return made[method]
 
@@ -246,8 +249,59 @@ def test_what_is_more_than_routed_experts_is_refused_at_once(
 
 def test_weights_in_another_format_are_refused() -> None:
     entry = {"quant_method": "moetool", "format_version": 3, "layers": {}, "stored": {"quant_method": "fp8"}}
-    with pytest.raises(UsageError, match="--no-keep-stored"):
-        served_layouts({"model_type": "mixtral", "quantization_config": entry})
+    config = {"model_type": "mixtral", "quantization_config": entry}
+    with pytest.raises(UsageError, match="--load-format moetool"):
+        served_layouts(config)
+    assert served_layouts(config, decodes=True) == {}
+
+
+class _Engine(torch.nn.Module):
+    """A model that keeps what it is given to load."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        self.given = dict(weights)
+        return set(self.given)
+
+
+def test_the_loader_decodes_what_include_has_stored(
+    monkeypatch: pytest.MonkeyPatch, compressed: Callable[[str], Path]
+) -> None:
+    """Under the names and in the shapes that its source has; experts and all else pass through."""
+    path = compressed("included")
+    plain = load_model(Checkpoint.open(path), torch.float32)
+    config = AutoConfig.from_pretrained(path)
+    vllm_stub.install(monkeypatch, config, load_format="moetool")
+    register()
+    entry = config.to_dict()["quantization_config"]
+    quantization = vllm_stub.get_quantization_config("moetool").from_config(entry)
+    assert quantization.get_quant_method(vllm_stub.LinearBase(), "model.layers.0.self_attn.qkv_proj") is not None
+    engine = _Engine()
+    told = SimpleNamespace(model=str(path), revision=None)
+    vllm_stub.LOADERS["moetool"](SimpleNamespace(load_format="moetool")).load_weights(engine, told)
+    files = load_file(path / "model.safetensors")
+    coded = {name.removesuffix("moetool.codes") for name in files if name.endswith("moetool.codes")} & {
+        f"{module}." for module in entry["beside"]
+    }
+    assert len(coded) == 14
+    assert engine.given.keys() == {
+        name for name in files if not name.startswith(tuple(f"{own}moetool" for own in coded))
+    }
+    for name, tensor in engine.given.items():
+        if (module := name.removesuffix("weight")) in coded:
+            assert tensor.equal(plain.get_submodule(module[:-1]).decoded())
+        else:
+            assert tensor.equal(files[name])
+
+
+def test_the_loader_names_what_it_needs(monkeypatch: pytest.MonkeyPatch, compressed: Callable[[str], Path]) -> None:
+    path = compressed("included")
+    with pytest.raises(UsageError, match="run vLLM with --load-format moetool"):
+        served_layouts(Checkpoint.open(path).settings)
+    vllm_stub.install(monkeypatch, AutoConfig.from_pretrained(path))
+    register()
+    told = SimpleNamespace(model="owner/name", revision="v2")
+    with pytest.raises(UsageError, match="newest revision of owner/name"):
+        vllm_stub.LOADERS["moetool"](SimpleNamespace()).download_model(told)
 
 
 def test_families_that_vllm_names_otherwise_are_refused() -> None:

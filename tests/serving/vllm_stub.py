@@ -2,7 +2,8 @@
 
 After `vllm/model_executor/layers/fused_moe/routed_experts.py` (002d607), `fused_moe_method_base.py` (02a0c2c),
 `runner/moe_runner.py` (01cb308), `layers/quantization/{__init__,base_config}.py` (026bb17) and
-`models/utils.py` of the main branch after 0.28. Left out: all that runs on a card, parallelism, and EPLB.
+`models/utils.py` of the main branch after 0.28, and `model_loader/{__init__,base_loader}.py` of 0.32. Left out: all that
+runs on a card, parallelism, and EPLB.
 """
 
 import re
@@ -197,9 +198,37 @@ def get_quantization_config(quantization: str) -> type[QuantizationConfig]:
     return CUSTOMIZED[quantization]
 
 
-def install(patch: pytest.MonkeyPatch, hf_config: Any, *, enforce_eager: bool = True) -> None:
+class BaseModelLoader(ABC):
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+    @abstractmethod
+    def download_model(self, model_config: Any) -> None: ...
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, model_config: Any) -> None: ...
+
+
+LOADERS: dict[str, type[BaseModelLoader]] = {}
+
+
+def register_model_loader(load_format: str) -> Any:
+    def wrapper(loader: type[BaseModelLoader]) -> type[BaseModelLoader]:
+        assert issubclass(loader, BaseModelLoader)
+        LOADERS[load_format] = loader
+        return loader
+
+    return wrapper
+
+
+def install(
+    patch: pytest.MonkeyPatch, hf_config: Any, *, enforce_eager: bool = True, load_format: str = "auto"
+) -> None:
     """Put it where vLLM would be, as it is while a model of that config is built."""
-    current = SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config, enforce_eager=enforce_eager))
+    current = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config, enforce_eager=enforce_eager),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
     layers = "vllm.model_executor.layers"
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
@@ -214,6 +243,8 @@ def install(patch: pytest.MonkeyPatch, hf_config: Any, *, enforce_eager: bool = 
             "get_quantization_config": get_quantization_config,
         },
         f"{layers}.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
+        "vllm.model_executor.model_loader": {"register_model_loader": register_model_loader},
+        "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.utils": {"WeightsMapper": WeightsMapper},
     }
@@ -221,8 +252,10 @@ def install(patch: pytest.MonkeyPatch, hf_config: Any, *, enforce_eager: bool = 
         module = ModuleType(name)
         vars(module).update(content)
         patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "moetool.serving.vllm_layers", raising=False)
+    for name in ("vllm_layers", "vllm_loader"):
+        patch.delitem(sys.modules, f"moetool.serving.{name}", raising=False)
     patch.setattr(sys.modules[__name__], "CUSTOMIZED", {})
+    LOADERS.clear()
     QUANTIZATION_METHODS[:] = ["awq", "fp8", "compressed-tensors"]
 
 
