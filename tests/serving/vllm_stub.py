@@ -2,8 +2,8 @@
 
 After `vllm/model_executor/layers/fused_moe/routed_experts.py` (002d607), `fused_moe_method_base.py` (02a0c2c),
 `runner/moe_runner.py` (01cb308), `layers/quantization/{__init__,base_config}.py` (026bb17) and
-`models/utils.py` of the main branch after 0.28, and `model_loader/{__init__,base_loader}.py` of 0.32. Left out: all that
-runs on a card, parallelism, and EPLB.
+`models/utils.py` of the main branch after 0.28, and `model_loader/{__init__,base_loader}.py` of 0.32. Left out: all
+that runs on a card, parallelism, and EPLB.
 """
 
 import re
