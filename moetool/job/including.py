@@ -25,6 +25,8 @@ from moetool.job.job import Input, Source
 from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options
 from moetool.representations.quantized import QuantizedMatrix
 
+_MUCH = 0.03  # share of a result
+FEW_BITS = 3  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,7 +48,7 @@ def including(source: InputT, options: Options) -> InputT:
     if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.include:
         return source
     chosen: dict[str, QuantizedMatrix] = {}
-    for kind in options.include:
+    for kind in options.include or ():
         weights = _weights(source, kind)
         if not weights:
             raise UsageError(
@@ -57,19 +59,37 @@ def including(source: InputT, options: Options) -> InputT:
     return replace(source, included=chosen)
 
 
-def including_saves(source: Source) -> tuple[int, int]:
-    """Bytes that attention, embeddings and head take in the model's dtype, and how many fewer they take in 8 bits.
+def bits_left(source: Source, output: int) -> float:
+    """Bits for each number of the experts, scales and bases included, in weight files of `output` bytes that hold all
+    else as the source does."""
+    checkpoint, reader = source.checkpoint, source.experts
+    numbers = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers)
+    stored = sum(checkpoint.tensors[name].nbytes for name in reader.names)
+    return max(8 * (output - (checkpoint.weight_bytes - stored)) / numbers, 0.0)
+
+
+def including_saves(source: Source) -> dict[str, tuple[int, int]]:
+    """Bytes that matrices of each kind of `INCLUDED` take in the model's dtype, and how many fewer they take in 8 bits.
 
     What is quantized already, in the source or by `--include`, does not count.
     """
-    before = after = 0
+    found = {}
     for kind in INCLUDED:
-        for name, form in _due(source, _weights(source, kind)).items():
-            if name not in source.included:
-                info = source.checkpoint.tensors[weight_of(name)]
-                before += info.nbytes
-                after += form.nbytes((info.shape[0], info.shape[1]), info.dtype)
-    return before, before - after
+        due = {name: form for name, form in _due(source, _weights(source, kind)).items() if name not in source.included}
+        infos = {name: source.checkpoint.tensors[weight_of(name)] for name in due}
+        before = sum(info.nbytes for info in infos.values())
+        after = sum(due[name].nbytes((info.shape[0], info.shape[1]), info.dtype) for name, info in infos.items())
+        if due:
+            found[kind] = before, before - after
+    return found
+
+
+def worth_including(source: Source, output: int) -> tuple[str, ...]:
+    """The kinds of `INCLUDED` that a model has, where 8 bits for them save a good part of `output` bytes for experts
+    that would have few bits otherwise; none else."""
+    saves = including_saves(source)
+    is_much = sum(saved for _, saved in saves.values()) >= _MUCH * output
+    return tuple(saves) if is_much and bits_left(source, output) < FEW_BITS else ()
 
 
 def _weights(source: Source, kind: str) -> dict[str, TensorInfo]:

@@ -13,6 +13,10 @@ from moetool.checkpoint.source import is_here
 from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
+INCLUDE_HELP = (
+    "Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, with a comma. "
+    "--ratio and --size are of all weight files with and without it: what this saves is left for the experts."
+)
 NO_TEXT = "none"  # as a calibration text, where nothing of that name is on the disk
 TEXTS = (  # as the help says it
     "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], "
@@ -116,16 +120,13 @@ class CalibrationOptions(TextOptions):
 class IncludeOptions(Options):
     """Option that quantizes weights beside the experts: attention, embeddings, or both."""
 
-    include: Names = Field(
-        (),
-        description="Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, "
-        "with a comma. --ratio and --size are of all weight files with and without it: what this saves is left for "
-        "the experts.",
-    )
+    include: Names | None = Field((), description=INCLUDE_HELP)
 
     @field_validator("include")
     @classmethod
-    def _known(cls, include: tuple[str, ...]) -> tuple[str, ...]:
+    def _known(cls, include: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if include is None or include == ("none",):
+            return None if include is None else ()
         if wrong := [part for part in include if part not in INCLUDED]:
             raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {wrong[0]!r}")
         return tuple(part for part in INCLUDED if part in include)

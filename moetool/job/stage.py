@@ -60,11 +60,17 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     next_command: ClassVar[str | None] = None
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
+        if isinstance(source, Source):
+            options = with_ratio(options, original_bytes(source))
+            if getattr(options, "include", ()) is None:
+                options = options.model_copy(update={"include": self.include_by_default(source, options)})
         self.source = including(keeping(source, options), options)
         self.options = fit_context(options, source.checkpoint.settings)
-        if isinstance(source, Source):
-            self.options = with_ratio(self.options, original_bytes(source))
         self.options = with_text(self.options, needed=self.needs_text)
+
+    def include_by_default(self, source: Source, options: StageOptionsT) -> tuple[str, ...]:
+        """Kinds of matrices to quantize beside the experts where `--include` is left to the stage."""
+        return ()
 
     @property
     def needs_text(self) -> bool:

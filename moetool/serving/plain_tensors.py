@@ -12,8 +12,8 @@ from moetool.representations.quantized import QuantizedMatrix
 def plain_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Read every tensor of a compressed checkpoint, one at a time, with its name.
 
-    Experts come as they are stored. Attention, embeddings and head come in the model's dtype, be they stored in 8 bits
-    by `--include` or kept in the bits of another tool by `--keep-stored`.
+    Experts come as they are stored. Attention, embeddings and head come as numbers: in fp32 where `--include` has
+    stored them in 8 bits, in the model's dtype where `--keep-stored` has left them in the bits of another tool.
 
     Raises:
         InvalidInputError: a file cannot be read.
@@ -28,7 +28,7 @@ def plain_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def _decoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> Tensor:
-    """The matrix `[out, in]` that codes and scales beside a placeholder stand for, in the placeholder's dtype."""
+    """The matrix `[out, in]`, fp32, that codes and scales beside a placeholder stand for."""
     tensors = {tensor: checkpoint.read(quantized_name(weight, tensor)) for tensor in TENSORS}
     rows, dtype = len(tensors["scales"]), checkpoint.tensors[weight].dtype
-    return form.decode(tensors, (rows, tensors["codes"].numel() // rows), dtype).to(dtype)
+    return form.decode(tensors, (rows, tensors["codes"].numel() // rows), dtype)

@@ -164,8 +164,8 @@ def test_a_result_whose_experts_have_few_bits_names_it(
     saved = dense - dense * (1 + 2 / 32) / 2  # codes and a scale for every row of 32
     sentence = (
         f"Attention and embeddings take {format_bytes(dense)} of {format_bytes(plain.told['bytes_after'])}, and the "
-        f"experts have {bits:.1f} bits per number: --include attention,embeddings, which stores these in 8 bits, would "
-        f"leave them {format_bytes(round(saved))} more."
+        f"experts have {bits:.1f} bits per number: --include attention,embeddings would store these in 8 bits, and "
+        f"leave the experts {format_bytes(round(saved))} more."
     )
     assert (bits < 3, sentence in plain.told["notes"]) == (few, few)
     if few:
@@ -178,7 +178,8 @@ def test_a_budget_counts_what_they_cost(
 ) -> None:
     """What is possible within it is less by what they save, and by nothing else."""
     auto = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--method", "auto", "--size", "70kB", *calibration)
-    plain, more = (run_cli(*auto, *include, "--dry-run", "--json").json for include in ((), BOTH))
+    without = ("--include", "none")
+    plain, more = (run_cli(*auto, *include, "--dry-run", "--json").json for include in (without, BOTH))
     assert plain["output_bytes"] == more["output_bytes"] == 70_000
     tensors = tensors_of(tiny_mixtral_bf16)
     dense = sum(tensors[f"{name}.weight"].numel() for name in (*PROJECTIONS, *EMBEDDINGS))
@@ -303,3 +304,38 @@ def test_a_model_of_custom_modules_has_none_to_include(dense: Any, upcycle: Any,
     result = run_cli("compress", custom, tmp_path / "out", *QUANTIZE, *BOTH)
     assert result.code == 2
     assert "--include attention: " in result.stderr
+
+
+@pytest.mark.parametrize(("size", "few"), [("130kB", False), ("70kB", True)])
+def test_auto_includes_them_where_experts_have_few_bits(
+    run_cli: Any, calibration: Any, tiny_mixtral_bf16: Path, size: str, few: bool, tmp_path: Path
+) -> None:
+    """By itself as if it had been asked to, and as a plan file says that was saved then."""
+    options = ("--size", size, *calibration, "--group-size", 16)
+    saved = tmp_path / "plan.yaml"
+    for name, more in (
+        ("default", ("--save-plan", saved)),
+        ("asked", BOTH if few else ("--include", "none")),
+    ):
+        result = run_cli("compress", tiny_mixtral_bf16, tmp_path / name, *options, *more)
+        assert result.code == 0, result.stderr
+    beside = config_of(tmp_path / "default")["quantization_config"].get("beside", {})
+    assert set(beside) == ({*PROJECTIONS, *EMBEDDINGS} if few else set())
+    default, asked = (tensors_of(tmp_path / name) for name in ("default", "asked"))
+    assert default.keys() == asked.keys()
+    assert all(tensor.equal(asked[name]) for name, tensor in default.items())
+    followed = ("compress", tiny_mixtral_bf16, tmp_path / "followed", "--plan", saved, *calibration)
+    assert run_cli(*followed, "--group-size", 16).code == 0
+    assert set(config_of(tmp_path / "followed")["quantization_config"].get("beside", {})) == set(beside)
+
+
+def test_a_plan_that_includes_what_it_cannot(
+    run_cli: Any, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "plan.yaml"
+    options = ("compress", tiny_mixtral_bf16, tmp_path / "out", *calibration)
+    assert run_cli(*options, "--size", "70kB", "--group-size", 16, "--save-plan", saved).code == 0
+    saved.write_text(saved.read_text().replace("include: [attention, embeddings]", "include: [router]"))
+    result = run_cli(*options, "--overwrite", "--plan", saved)
+    assert result.code == 3
+    assert "`include` is a list of attention and embeddings, not ['router']" in result.stderr

@@ -22,7 +22,7 @@ from moetool.checkpoint.source import local_path
 from moetool.compress.delta_encoding import BaseBits
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
-from moetool.compress.mixing.plan_file import plan_text, read_plan
+from moetool.compress.mixing.plan_file import plan_text, read_included, read_plan
 from moetool.compress.mixing.schemes import StorageScheme, on_base, without_base
 from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch, Trials, in_words
@@ -33,8 +33,9 @@ from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import EVALUATE, held_out
 from moetool.job.estimate import estimate
-from moetool.job.job import Job
-from moetool.job.options import RunOptions
+from moetool.job.including import FEW_BITS, worth_including
+from moetool.job.job import Job, Source
+from moetool.job.options import INCLUDE_HELP, Names, RunOptions
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json, PhaseTime
@@ -73,6 +74,11 @@ class AutoOptions(MixingOptions):
     )
     plan: str | None = Field(None, description="Instead of these: follow a file that --save-plan wrote, edited or not.")
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
+    include: Names | None = Field(
+        None,
+        description=f"{INCLUDE_HELP} Or none [default: both where experts would have fewer than {FEW_BITS} bits per "
+        "number otherwise; what --plan says].",
+    )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field("2", description="Bits of the base, where one is used: 1, 2, 3, 4, 8, nf4 or int8.")
     rotate: bool = Field(
@@ -104,6 +110,13 @@ class Auto(MixingStage[AutoOptions]):
     options_type: ClassVar[type[RunOptions]] = AutoOptions
     method_of: ClassVar[str | None] = "compress"
     is_parallel: ClassVar[bool] = True
+
+    def include_by_default(self, source: Source, options: AutoOptions) -> tuple[str, ...]:
+        if options.plan is not None:
+            return read_included(local_path(options.plan))
+        if options.ratio is None:
+            return ()
+        return worth_including(source, round(original_bytes(source) * (1 - options.ratio)))
 
     def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
         options, shape = self.options, self.source.experts.shape
@@ -195,7 +208,9 @@ class Auto(MixingStage[AutoOptions]):
         mix = self.mix(layers, target)
         if self.options.save_plan is not None and job.ranks.is_first:
             with atomically(local_path(self.options.save_plan)) as temporary:
-                temporary.write_text(plan_text(mix.layouts, self.source.experts.moe_layers), encoding="utf-8")
+                temporary.write_text(
+                    plan_text(mix.layouts, self.source.experts.moe_layers, self.options.include or ()), encoding="utf-8"
+                )
         told = self.write(job, layers, mix, target)
         kept = [f"Kept of {len(trials)} sizes: {in_words(trials[-1])}"] if trials else []
         return replace(told, notes=[*told.notes, *kept], trials=trials)

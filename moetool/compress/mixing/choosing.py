@@ -17,8 +17,6 @@ from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
 _SPENT = 0.98  # share of the bytes that a result may take; one that takes less gets a note
-_FEW_BITS = 3  # per number of the experts, below which --include pays (scripts/benchmarks/results/other_text.md)
-_WORTH_INCLUDING = 0.03  # share of a result that --include has to save for a note to name it
 Place = tuple[int, tuple[Role, ...]]  # a layer, and the roles that have one scheme there
 # The estimated loss of every form that a scheme offers to a matrix, by layer, scheme, role and expert.
 FormLosses = Callable[[int, StorageScheme, Role, int], Sequence[float]]
@@ -236,22 +234,21 @@ def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
     return [f"Smaller than asked for, by {1 - output / original:.1%} and not {ratio:.1%}: no form on offer takes more."]
 
 
-def notes_on_including(beside: int, saved: int, output: int, bits: float) -> Sequence[str]:
-    """A sentence where attention and embeddings in 16 bits take much of an output whose experts have few.
+def note_on_including(kinds: Sequence[str], saves: Mapping[str, tuple[int, int]], output: int, bits: float) -> str:
+    """A sentence on what `--include` would leave to experts of few bits.
 
     Args:
-        beside: bytes that they take.
-        saved: how many fewer they would take in 8 bits.
+        kinds: that would be worth including.
+        saves: bytes that a kind takes, and how many fewer it would take in 8 bits.
         output: bytes of all weight files.
-        bits: that are left for each number of the experts. From 3 on 8 bits for the rest lose more than they bring.
+        bits: that are left for each number of the experts.
     """
-    if saved < _WORTH_INCLUDING * output or bits >= _FEW_BITS:
-        return ()
-    return [
-        f"Attention and embeddings take {format_bytes(beside)} of {format_bytes(output)}, and the experts have "
-        f"{bits:.1f} bits per number: --include attention,embeddings, which stores these in 8 bits, would leave them "
-        f"{format_bytes(saved)} more."
-    ]
+    taken, saved = (sum(saves[kind][place] for kind in kinds) for place in (0, 1))
+    return (
+        f"{' and '.join(kinds).capitalize()} take {format_bytes(taken)} of {format_bytes(output)}, and the experts "
+        f"have {bits:.1f} bits per number: --include {','.join(kinds)} would store these in 8 bits, and leave "
+        f"the experts {format_bytes(saved)} more."
+    )
 
 
 def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:

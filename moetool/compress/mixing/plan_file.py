@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
+from typing import Any
 
 import yaml
 
@@ -10,28 +11,31 @@ from moetool.architectures import MoEShape, Role
 from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError
 from moetool.format.layout import NO_BASE, LayerLayout
+from moetool.job.options import INCLUDED
 from moetool.representations import Representation, parse_representation
 
 _HEAD = """\
 # What each expert is stored as. Edit it and give it to `moetool compress --method auto --plan FILE`.
 # base: what a role's deltas are to, the same for gate and up, or `none`; rotation: a seed, where inputs are rotated;
 # forms: for each the experts that have it. `moetool list representations` names them all.
+# include: what is stored in 8 bits beside the experts, if anything: attention, embeddings, or both.
 # A layer that is `stored` stays in the few bits of a quantized input.
 """
 _VERSION = 1
 _STORED = "stored"
 
 
-def plan_text(layouts: Mapping[int, LayerLayout], layers: Sequence[int]) -> str:
-    """Write layouts by layer as the text of a plan file, which `--plan` reads back and users may edit. Experts of those
-    of the `layers` that have none stay as another tool has stored them."""
+def plan_text(layouts: Mapping[int, LayerLayout], layers: Sequence[int], included: Sequence[str] = ()) -> str:
+    """Write layouts by layer, and what is `included` beside the experts, as the text of a plan file, which `--plan`
+    reads back and users may edit. Experts of those of the `layers` that have none stay as another tool has stored
+    them."""
     entries = {
         layer: {str(role): _entry(layouts[layer], role) for role in layouts[layer].shape.roles}
         if layer in layouts
         else _STORED
         for layer in layers
     }
-    content = {"format": _VERSION, "layers": entries}
+    content = {"format": _VERSION, **({"include": [*included]} if included else {}), "layers": entries}
     return _HEAD + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -52,12 +56,7 @@ def read_plan(
     Raises:
         InvalidInputError: the file cannot be read, is not of that model, or says something that cannot be.
     """
-    content = read_yaml(file, "the plan")
-    if not isinstance(content, dict) or set(content) != {"format", "layers"} or not isinstance(content["layers"], dict):
-        raise InvalidInputError(f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`, and nothing else.")
-    if type(content["format"]) is not int or content["format"] != _VERSION:
-        raise InvalidInputError(f"{file} has format {repr(content['format'])}; this moetool reads format {_VERSION}.")
-    found = content["layers"]
+    found = _content(file)["layers"]
     if wrong := [layer for layer in found if type(layer) is not int]:
         raise InvalidInputError(f"{file}: a layer is a number without quotes, not {repr(wrong[0])}.")
     if set(found) != set(layers):
@@ -69,6 +68,30 @@ def read_plan(
             f"{file}, layer {wrong[0]}: its experts are not in few bits that could stay as they are. Give it forms."
         )
     return {layer: _layout(f"{file}, layer {layer}", found[layer], shape) for layer in layers if layer not in stored}
+
+
+def read_included(file: Path) -> tuple[str, ...]:
+    """What a plan file stores in 8 bits beside the experts; nothing where it does not say.
+
+    Raises:
+        InvalidInputError: the file is no plan, or names what cannot be included.
+    """
+    told = _content(file).get("include", [])
+    if not isinstance(told, list) or [kind for kind in told if kind not in INCLUDED]:
+        raise InvalidInputError(f"{file}: `include` is a list of {' and '.join(INCLUDED)}, not {repr(told)}.")
+    return tuple(kind for kind in INCLUDED if kind in told)
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content = read_yaml(file, "the plan")
+    keys = set(content) - {"include"} if isinstance(content, dict) else set()
+    if not isinstance(content, dict) or keys != {"format", "layers"} or not isinstance(content["layers"], dict):
+        raise InvalidInputError(
+            f"{file} is not a plan: it needs `format: {_VERSION}` and `layers`, may have `include`, and nothing else."
+        )
+    if type(content["format"]) is not int or content["format"] != _VERSION:
+        raise InvalidInputError(f"{file} has format {repr(content['format'])}; this moetool reads format {_VERSION}.")
+    return content
 
 
 def _layout(where: str, entries: object, shape: MoEShape) -> LayerLayout:

@@ -24,7 +24,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.delta_encoding import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
-from moetool.compress.mixing.choosing import Choosing, Mix, notes_on, notes_on_including, notes_on_size
+from moetool.compress.mixing.choosing import Choosing, Mix, note_on_including, notes_on, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, average_bits
@@ -39,7 +39,7 @@ from moetool.costs.phases import menu_phases
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.including import including_saves
+from moetool.job.including import bits_left, including_saves, worth_including
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
@@ -246,12 +246,6 @@ class MixingStage(Stage[MixingOptionsT]):
         schemes, losses = ranks.broadcast((dict(found.schemes), dict(found.losses)))
         return Mix(agreed_layouts(ranks, found.layouts), schemes, losses)
 
-    def _bits_in(self, output: int) -> float:
-        """Bits for each number of the experts, scales and bases included, in an output of so many bytes."""
-        checkpoint, reader = self.source.checkpoint, self.source.experts
-        experts = sum(checkpoint.tensors[name].nbytes for name in reader.names)
-        return average_bits(reader, output - (checkpoint.weight_bytes - experts))
-
     def write(self, job: Job, layers: MixedLayers, mix: Mix, target: int) -> MixedResult:
         """Encode all layers in the forms of a mix for a `target`, and write the model."""
         if job.ranks.is_first:
@@ -273,7 +267,9 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
-        notes += notes_on_including(*including_saves(self.source), output.nbytes, self._bits_in(output.nbytes))
+        if kinds := worth_including(self.source, output.nbytes):
+            bits = bits_left(self.source, output.nbytes)
+            notes.append(note_on_including(kinds, including_saves(self.source), output.nbytes, bits))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
             notes.append(f"Experts of {stored} layers stay as they are stored: that loses nothing, for its bytes.")
         return MixedResult(
