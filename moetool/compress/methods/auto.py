@@ -48,7 +48,7 @@ _TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: 
 _EFFORTS: Mapping[str, Mapping[str, object]] = {
     "fast": {"samples": 32},
     "normal": {},
-    "best": {"trellis": True, "include": ("attention", "embeddings"), "refine": 120},
+    "best": {"trellis": True, "refine": 120},
 }
 
 
@@ -60,7 +60,7 @@ class AutoOptions(MixingOptions):
     effort: Literal["fast", "normal", "best"] = Field(
         "normal",
         description="Preset of other options, each of which can still be typed. fast: --samples 32. best: --trellis "
-        "--include attention,embeddings --refine 120, which loses least and takes longest, to compress and to run.",
+        "--refine 120, which loses least and takes longest, to compress and to run.",
     )
 
     max_increase: Increase | None = Field(

@@ -267,7 +267,9 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
-        if kinds := worth_including(self.source, output.nbytes):
+        if self.source.included:
+            notes.append(f"{' and '.join(self.options.include or ()).capitalize()} are stored in 8 bits, too.")
+        elif kinds := worth_including(self.source, output.nbytes):
             bits = bits_left(self.source, output.nbytes)
             notes.append(note_on_including(kinds, including_saves(self.source), output.nbytes, bits))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
