@@ -310,7 +310,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     name = str(directory) if local else str(path)
     if not local and (isinstance(path, Path) or looks_local(name)):
         raise InvalidInputError(f"No such directory: {path}.")
-    if local and not any(_is_vocabulary(file.name) for file in directory.iterdir()):
+    if local and not has_vocabulary(directory):
         raise InvalidInputError(f"No tokenizer in {path}: copy tokenizer.json and tokenizer_config.json there.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
@@ -320,6 +320,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if (directory / CONFIG).is_file():  # which some read, too
             settings_of(read_config(directory)[1], directory)
         raise InvalidInputError(f"Cannot load the tokenizer of {path}: {first_line(error)}.") from error
+
+
+def has_vocabulary(directory: Path) -> bool:
+    """Whether a directory holds the files of a tokenizer, by their names."""
+    return any(_is_vocabulary(file.name) for file in directory.iterdir())
 
 
 def _is_vocabulary(name: str) -> bool:

@@ -42,7 +42,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line(*(_filled(word, given, made) for word in then.split()))
     if command == "upcycle" and trains and text is not None and _fits(_TRAINING * size):
         return line("tune", made, _new(made, "tuned"), "--data", text)
-    if not trains or not _fits(_RUNNING * size):
+    if not trains or not _fits(_RUNNING * size) or _lacks_tokenizer(Path(made)):
         return line("report", made)
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
@@ -108,6 +108,12 @@ def _free(wanted: str) -> str:
     while Path(name).exists():
         number, name = number + 1, f"{wanted}-{number + 1}"
     return name
+
+
+def _lacks_tokenizer(model: Path) -> bool:
+    from moetool.calibration.windows import has_vocabulary  # torch, which has been needed by then
+
+    return model.is_dir() and not has_vocabulary(model)
 
 
 def _fits(needed: int) -> bool:

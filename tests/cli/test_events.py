@@ -156,6 +156,14 @@ def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:
     assert said.partition("    #")[0].endswith("eval made --data bundled --windows 8 --against in")
 
 
+def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> None:
+    made = str(tmp_path)
+    result = Result(stage="auto", input="in", output=made, seconds=1.0, peak_memory_bytes=1, details=Details())
+    assert after_stage("compress", result, CalibrationOptions()).endswith(f"report {made}")
+    (tmp_path / "tokenizer.json").touch()
+    assert f"eval {made} --data bundled" in after_stage("compress", result, CalibrationOptions())
+
+
 def test_a_heart_beats_while_one_unit_takes_long() -> None:
     came, beats = threading.Event(), list[tuple[int, int]]()
 
