@@ -20,9 +20,9 @@ from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local
 from moetool.errors import MoetoolError
-from moetool.format.marker import moetool_entry
+from moetool.format.marker import METHOD, moetool_entry
 from moetool.job.options import RunOptions, context_length
-from moetool.serving.filling import served_layouts
+from moetool.serving.filling import needs_decoding, served_layouts
 
 SOURCE_CARD = "moetool/source-README.md"
 
@@ -267,13 +267,15 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
 
 def _in_vllm(config: Mapping[str, object]) -> str:
     """What becomes of it there, by moetool's plug-in."""
+    settings = settings_of(config, Path())
     try:
-        served_layouts(settings_of(config, Path()))
+        served_layouts(settings, decodes=True)
     except MoetoolError as error:
         return f"vLLM cannot load it. {error}"
+    decoding = f" --load-format {METHOD}" if needs_decoding(settings) else ""
     return (
         "vLLM loads it where moetool is installed beside it (`pip install 'moetool[vllm]'`): `vllm serve MODEL "
-        "--enforce-eager`. That is known from vLLM's source code, not from running it."
+        f"--enforce-eager{decoding}`. Such models were run by vLLM 0.32 on a CPU, and not on a card."
     )
 
 

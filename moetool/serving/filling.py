@@ -32,15 +32,10 @@ def served_layouts(config: Settings, *, decodes: bool = False) -> dict[int, Laye
     """
     if (spec := custom_module(config)) is not None:
         raise UsageError(f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config).")
-    if not decodes and (beside := quantized_beside(config)):
+    if not decodes and needs_decoding(config):
         raise UsageError(
-            f"Beside its experts {len(beside)} matrices are quantized, {next(iter(beside))} among them: run vLLM with "
-            f"--load-format {METHOD}, which decodes them while they are loaded."
-        )
-    if not decodes and (moetool_entry(config) or {}).get(STORED):
-        raise UsageError(
-            "What is not compressed of this model is in its source's few bits: run vLLM with "
-            f"--load-format {METHOD}, which decodes it while it is loaded."
+            f"Attention, embeddings or other matrices of this model are in few bits, too: run vLLM with --load-format "
+            f"{METHOD}, which decodes them while they are loaded."
         )
     if config.get("text_config") is not None:
         raise UsageError(
@@ -61,6 +56,11 @@ def served_layouts(config: Settings, *, decodes: bool = False) -> dict[int, Laye
             "Compress without --shared-expert, or export it: moetool export MODEL OUTPUT."
         )
     return layouts
+
+
+def needs_decoding(config: Settings) -> bool:
+    """Whether a checkpoint has matrices beside its experts in few bits, by `--include` or `--keep-stored`."""
+    return bool(quantized_beside(config) or (moetool_entry(config) or {}).get(STORED))
 
 
 def layer_of(prefix: str) -> int:

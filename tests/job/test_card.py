@@ -129,8 +129,8 @@ def test_vllm_has_a_plug_in_for_some(source: Path) -> None:
     checkpoint = Checkpoint.open(source)
     beside = {"model.layers.0.self_attn.q_proj": "quantised-weight:8:128"}
     for more, told in (
-        ({}, "vllm serve MODEL --enforce-eager"),
-        ({"beside": beside}, "vLLM cannot load it. Beside its experts 1 "),
+        ({}, "vllm serve MODEL --enforce-eager`"),
+        ({"beside": beside}, "vllm serve MODEL --enforce-eager --load-format moetool`"),
     ):
         entry = {"quant_method": "moetool", **more}
         card = model_card(made(), checkpoint, ({**checkpoint.config, "quantization_config": entry}, 1000))
