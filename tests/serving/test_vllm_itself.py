@@ -23,6 +23,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "d2moe": ("--method", "d2moe", "--ratio", 0.3, "--prune-base", 0.2),
     "hybrid": ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--method", "quantize", "--bits", 3, "--group-size", 16, "--rotate"),
+    "included": ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings"),
 }
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -34,7 +35,8 @@ SERVED = """
 import json, sys
 from vllm import LLM, SamplingParams
 path, ids, new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-model = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=len(ids) + new, max_num_seqs=1)
+few = {"enforce_eager": True, "max_model_len": len(ids) + new, "max_num_seqs": 1, "load_format": sys.argv[4]}
+model = LLM(model=path, dtype="float32", **few)
 asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, prompt_logprobs=0)
 [answer] = model.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
 known = [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], ids[1:])]
@@ -68,12 +70,13 @@ def test_predictions_are_those_of_transformers(
     compressed: Callable[[str, str], Path], family: str, method: str
 ) -> None:
     path = compressed(family, method)
+    load_format = "moetool" if method == "included" else "auto"
     ids = torch.randint(320, (TOKENS,), generator=torch.Generator().manual_seed(0))
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     told = subprocess.run(
-        [sys.executable, "-c", SERVED, str(path), json.dumps(ids.tolist()), str(NEW)],
+        [sys.executable, "-c", SERVED, str(path), json.dumps(ids.tolist()), str(NEW), load_format],
         capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr[-3000:]
