@@ -42,6 +42,7 @@ from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import original_bytes
 
+_BASES = ("2", "4", "8")  # bits of the bases that are tried; what few bits lose, every delta has to make up for
 _TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: the original, and the trials
 
 
@@ -80,7 +81,11 @@ class AutoOptions(MixingOptions):
         "number otherwise; what --plan says].",
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
-    base_bits: BaseBits = Field("2", description="Bits of the base, where one is used: 1, 2, 3, 4, 8, nf4 or int8.")
+    base_bits: BaseBits | None = Field(
+        None,
+        description="Bits of the base, where one is used: 1, 2, 3, 4, 8, nf4 or int8 [default: 2, 4 or 8, whichever "
+        "loses least].",
+    )
     rotate: bool = Field(
         False,
         description="Try each form with randomly rotated inputs, too (Hadamard matrix), in about twice the time.",
@@ -121,11 +126,12 @@ class Auto(MixingStage[AutoOptions]):
     def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
         options, shape = self.options, self.source.experts.shape
         seeds = [None, options.seed] if options.rotate else [None]
+        bases = _BASES if options.base_bits is None else (options.base_bits,)
         return [
             scheme
             for seed in seeds
             for scheme in (
-                on_base(shape, options.base_bits, delta_bits, options.group_size, seed, options.trellis),
+                *(on_base(shape, bits, delta_bits, options.group_size, seed, options.trellis) for bits in bases),
                 without_base(shape, matrix_bits, options.group_size, seed, trellis=options.trellis),
             )
         ]
