@@ -83,6 +83,12 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         sources = self.options.sources if isinstance(self.options, TextOptions) else None
         return None if sources is None else sources.counts
 
+    @property
+    def share_in_numbers(self) -> float:
+        """The largest share of the bytes of the output's experts that are numbers of floating point, not codes or
+        positions: those that `repair` can train."""
+        return 1.0
+
     @abstractmethod
     def plan(self) -> Plan:
         """Plan the job from headers and config. Raises for options that this input cannot satisfy."""

@@ -1,15 +1,23 @@
 """Costs of a repair: memory, disk and operations, from headers."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
 
 from moetool.costs.building_blocks import calibration_backward, calibration_forward, moe_size, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import WRITE, Phase, Phases
+from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.job.job import Source
 from moetool.repair.options import RepairOptions
 from moetool.repair.teacher import ENTRY_BYTES, TOKEN_BYTES
+from moetool.runtime.loading import loading_memory
 
 NOTE, REPAIR = "Original", "Repair"
+_SCALES = TENSORS[1]
 _KEPT = 60  # activations of a token of a layer that is being computed again, in hidden sizes
 
 # Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
@@ -17,18 +25,23 @@ _KEPT = 60  # activations of a token of a layer that is being computed again, in
 TRAINED_BYTES = 32
 
 
-def trained_numbers(source: Source, train: str) -> int:
-    """The most numbers of a model that can change: all that are of floating point, or those beside attention,
-    embeddings and experts in full."""
-    tensors, reader = source.checkpoint.tensors, source.experts
+def trained_numbers(source: Source, *, in_full: bool) -> int:
+    """The most numbers of a model that can change: those of floating point, or, unless experts in full do too, its
+    vectors (norms, biases), its routers, and what its compressed matrices are made of beside codes."""
+    architecture, reader = source.architecture, source.experts
     native = {layer for layer in reader.moe_layers if reader.layout(layer).is_native}
-    full = tuple(reader.architecture.experts_prefix(layer) for layer in native)
+    full = tuple(architecture.experts_prefix(layer) for layer in native)
+    routers = tuple(architecture.router_name(layer).removesuffix("weight") for layer in reader.moe_layers)
+    beside = {quantized_name(weight_of(module), _SCALES) for module in quantized_beside(source.checkpoint.settings)}
+
+    def changes(name: str, shape: Sequence[int]) -> bool:
+        stored = name in reader.names and not (full and name.startswith(full))
+        return stored or name in beside or len(shape) == 1 or name.startswith(routers)
+
     return sum(
         math.prod(info.shape)
-        for name, info in tensors.items()
-        if info.dtype.is_floating_point
-        and (train == "all" or len(info.shape) == 1 or "gate" in name or name in reader.names)
-        and (train == "all" or not full or not name.startswith(full))
+        for name, info in source.checkpoint.tensors.items()
+        if info.dtype.is_floating_point and (in_full or changes(name, info.shape))
     )
 
 
@@ -49,15 +62,47 @@ def decoded_size(source: Source) -> int:
     return 4 * len(coded) * reader.shape.expert_parameters * (reader.shape.experts + 1)
 
 
-def repair_phases(source: Source, original: Source, options: RepairOptions, windows: int) -> Phases:
+@dataclass(frozen=True)
+class TrainedModel:
+    """Sizes of a model that is to be trained, as far as memory goes.
+
+    Attributes:
+        loaded: bytes of the model in memory.
+        trained: numbers that change.
+        decoded: bytes of all experts that are stored as codes or factors, in fp32.
+    """
+
+    loaded: int
+    trained: int
+    decoded: int
+
+    @classmethod
+    def of(cls, source: Source, *, in_full: bool) -> Self:
+        """The sizes of a compressed model, from its headers."""
+        loaded = loading_memory(source.checkpoint, torch.float32).needed
+        return cls(loaded, trained_numbers(source, in_full=in_full), decoded_size(source))
+
+    @classmethod
+    def most(cls, source: Source, nbytes: int, share: float) -> Self:
+        """The largest sizes of what a compression can make of a model: `nbytes` of weight files, with a `share` of the
+        experts' bytes in numbers of floating point."""
+        reader, item = source.experts, source.dtype.itemsize
+        own = sum(source.checkpoint.info(name).nbytes for name in reader.names)
+        experts = max(0, nbytes - (source.checkpoint.weight_bytes - own))
+        decoded = 4 * len(reader.moe_layers) * reader.shape.expert_parameters * (reader.shape.experts + 1)
+        small = trained_numbers(source, in_full=False)
+        return cls(nbytes * 4 // item, round(share * experts / item) + small, decoded)
+
+
+def repair_phases(original: Source, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
     """The phases of a repair, for which the original predicts so many windows: forwards, then for each step forwards,
-    again, and backwards, and writing."""
+    again, and backwards, and writing so many bytes of so many tensors."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
-    size, checkpoint = moe_size(original.experts), source.checkpoint
+    size = moe_size(original.experts)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
     return (
         Phase(NOTE, calibration_forward(read, size)),
         Phase(REPAIR, steps),
-        Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
+        Phase(WRITE, writing(0, written, tensors)),
     )

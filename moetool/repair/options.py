@@ -11,10 +11,10 @@ class RepairOptions(RunOptions, TextOptions):
     """Options of repair: towards which model, on which text, for how many steps and at which rate."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
-    train: Literal["small", "all"] = Field(
-        "small",
-        description="What changes: norms, biases, routers, scales, factors and bases; or these, attention "
-        "and experts that are stored in full, as after reap.",
+    train: Literal["auto", "small", "all"] = Field(
+        "auto",
+        description="What changes. small: norms, biases, routers, scales, factors and bases. all: these, attention and "
+        "experts that are stored in full. auto: all where there are such experts, as after reap.",
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")

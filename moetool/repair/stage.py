@@ -20,6 +20,7 @@ from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
+from moetool.costs.phases import Phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Job, Source
@@ -34,11 +35,10 @@ from moetool.measure.divergence import check_comparable
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
+    TrainedModel,
     activation_bytes,
-    decoded_size,
     noted_bytes,
     repair_phases,
-    trained_numbers,
 )
 from moetool.repair.options import RepairOptions
 from moetool.repair.results import RepairResult
@@ -81,8 +81,18 @@ class Repair(Stage[RepairOptions]):
         return None
 
     def _output_plan(self) -> OutputPlan:
-        kept = replace(self.source, keeps_stored=self.options.train != "all")
+        kept = replace(self.source, keeps_stored=not self._in_full)
         return OutputPlan(kept, {}, self.options.shard_size)
+
+    @cached_property
+    def _in_full(self) -> bool:
+        """Whether experts that are stored in full are trained, and attention with them. By default not those in another
+        tool's format, which would not stay in it."""
+        reader, wanted = self.source.experts, self.options.train
+        if wanted != "auto":
+            return wanted == "all"
+        is_stored = self.source.checkpoint.stored_entry is not None
+        return not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
 
     @property
     def _windows(self) -> int:
@@ -93,7 +103,7 @@ class Repair(Stage[RepairOptions]):
         return whole_number(self.source.checkpoint.settings, "vocab_size") or 0
 
     @property
-    def _noted(self) -> int:
+    def noted_bytes(self) -> int:
         """Bytes of the original's predictions of all windows."""
         options = self.options
         return noted_bytes(self._windows, options.sequence_length, min(options.top_logits, self._vocabulary))
@@ -102,15 +112,27 @@ class Repair(Stage[RepairOptions]):
     def _memory(self) -> tuple[int, int, bool]:
         """Bytes of memory while the original predicts and while the model is trained, and whether codes are then held
         decoded. They round otherwise if they are, so plan and run go by one answer."""
+        return self._needed(TrainedModel.of(self.source, in_full=self._in_full))
+
+    def _needed(self, model: TrainedModel) -> tuple[int, int, bool]:
         options = self.options
         logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
-        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * self._noted
-        second = loading_memory(self.source.checkpoint, torch.float32).needed + 5 * logits
+        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * self.noted_bytes
+        second = model.loaded + 5 * logits + TRAINED_BYTES * model.trained
         second += activation_bytes(self.source, options.batch_size * options.sequence_length)
-        second += TRAINED_BYTES * trained_numbers(self.source, options.train)
-        decoded = decoded_size(self.source)
-        holds = _BASELINE + second + decoded <= usable_bytes(options)
-        return _BASELINE + first, _BASELINE + second + decoded * holds, holds
+        holds = _BASELINE + second + model.decoded <= usable_bytes(options)
+        return _BASELINE + first, _BASELINE + second + model.decoded * holds, holds
+
+    def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
+        """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
+        of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
+        first, second, _ = self._needed(TrainedModel.most(self.source, nbytes, share))
+        return first, max(first, second)
+
+    def phases(self, nbytes: int) -> Phases:
+        """The phases of the repair of a model that takes `nbytes` of weight files."""
+        original = Source.of(self._original)
+        return repair_phases(original, self.options, self._windows, nbytes, len(self.source.checkpoint.tensors))
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -132,9 +154,9 @@ class Repair(Stage[RepairOptions]):
             stage=self.name,
             input_bytes=source.weight_bytes + self._original.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=self._noted,
+            scratch_bytes=self.noted_bytes,
             memory_bytes=max(first, second),
-            phases=repair_phases(self.source, Source.of(self._original), options, self._windows),
+            phases=self.phases(source.weight_bytes),
             details=details,
             advice="Original and model are in memory one after the other, each whole in float32. A --memory in which "
             "codes cannot be held decoded, or a smaller --batch-size, needs less.",
@@ -157,7 +179,7 @@ class Repair(Stage[RepairOptions]):
             job.finish("original", made=[noted])
         with described_in(source.path):
             model = load_model(source, torch.float32, job.device)
-        parameters = choose(model, options.train)
+        parameters = choose(model, in_full=self._in_full)
         if job.unit("train"):
             recompute_activations(model)
             with ExitStack() as stack:

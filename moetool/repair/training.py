@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -212,9 +212,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def choose(model: "PreTrainedModel", train: Literal["small", "all"]) -> dict[str, nn.Parameter]:
+def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, nn.Parameter]:
     """Let only what costs no byte require gradients: norms, biases, routers, scales of codes, low-rank factors and
-    shared bases; with `all` also attention and experts that are stored in full. Embeddings and head never do.
+    shared bases; `in_full` also attention and experts that are stored in full. Embeddings and head never do.
 
     Returns:
         The trained parameters by their names in memory.
@@ -234,8 +234,8 @@ def choose(model: "PreTrainedModel", train: Literal["small", "all"]) -> dict[str
     for name, parameter in model.named_parameters():
         if is_placeholder(parameter) or not parameter.is_floating_point():
             continue
-        in_full = train == "all" and not any(parameter is end for end in ends)
-        if id(parameter) in chosen or parameter.dim() == 1 or in_full:
+        whole = in_full and not any(parameter is end for end in ends)
+        if id(parameter) in chosen or parameter.dim() == 1 or whole:
             parameter.requires_grad_(True)
             found[name] = parameter
     if not found:

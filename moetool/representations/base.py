@@ -263,6 +263,13 @@ class Representation(ABC):
         """Bytes that a matrix `[out, in]` takes on disk in this form, in a model of `dtype`."""
         return sum(stored.nbytes(dtype) for stored in self.tensors(shape).values())
 
+    def share_in_numbers(self, shape: tuple[int, int], dtype: torch.dtype) -> float:
+        """The share of the bytes of a matrix `[out, in]` that are numbers of floating point, in a model of `dtype`; 0
+        for a form that stores nothing."""
+        stored = self.tensors(shape).values()
+        numbers = sum(own.nbytes(dtype) for own in stored if (own.dtype or dtype).is_floating_point)
+        return numbers / max(1, self.nbytes(shape, dtype))
+
 
 def counted(labels: Iterable[str]) -> list[str]:
     """`3 × dense`, for every label in the order in which they come first."""

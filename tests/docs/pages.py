@@ -209,6 +209,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["bench"])
     elif "--calibration" in arguments or name in ("compress", "upcycle"):
         more.append(SMALLER["calibration"])
+    if "--repair" in arguments:
+        more.append("--repair 2")
     if presets and name in ("compress", "upcycle") and "--calibration" not in arguments:
         more.append("--calibration TEXT.txt")
     if "hybrid" in arguments or name == "quantize-delta":

@@ -104,7 +104,7 @@ def test_memory_that_is_free_does_not_decide_how_codes_are_held(
 
 def test_codes_need_not_be_held_decoded(repaired: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = repaired(small, "--steps", 2, name="one")
-    monkeypatch.setattr("moetool.repair.stage.decoded_size", lambda source: 1 << 60)
+    monkeypatch.setattr("moetool.repair.costs.decoded_size", lambda source: 1 << 60)
     second, told = repaired(small, "--steps", 2, name="two")
     ours, theirs = tensors_of(first), tensors_of(second)
     assert told["trained_parameters"] > 0

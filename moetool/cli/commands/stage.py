@@ -2,10 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,11 +32,21 @@ if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
 
 _WORTH = 0.75  # of the time: a faster way that is said to be there
+_REPAIR_HELP = (
+    "Then train what costs no byte towards INPUT for so many steps, as `moetool repair` does on the text of the "
+    "compression."
+)
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 _SAME_INPUT_HELP = "With --resume: files of the input that were written again since hold the same."
 
 
 _job_option = partial(typer.Option, rich_help_panel="Job")
+_REPAIR = inspect.Parameter(
+    "repair",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[int | None, typer.Option("--repair", min=1, help=_REPAIR_HELP, show_default=False)],
+)
 
 
 def build(name: str, arguments: list[str]) -> HintingCommand:
@@ -56,6 +66,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=Annotated[str, option])
         )
     stage = stages()[own]
+    if repairs := name == "compress":
+        more.append(_REPAIR)
 
     def command(
         input: Annotated[
@@ -72,13 +84,12 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate
-        from moetool.job.execute import dry_run as planned
-        from moetool.job.execute import plan_stage, run_stage
 
         if same_input and not resume:
             raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
         if methods:
             typed.pop(choice)
+        planned, plan_stage, run_stage = _jobs(typed.pop("repair") if repairs else None)
         given = preset_options(preset, name, own if methods else None)
         options = build_options(stage.options_type, typed, given)
         if dry_run:
@@ -122,6 +133,22 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         next_step.tell(next_step.after_stage(name, result, options, trains=not _is_encoder(result.output)))
 
     return make_command(name, command, stage.options_type, *more)
+
+
+def _jobs(repair: object) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The functions that plan a job with its checks, plan it and run it: of the stage alone, or with so many steps of
+    `repair` after it."""
+    if not isinstance(repair, int):
+        from moetool.job.execute import dry_run, plan_stage, run_stage
+
+        return dry_run, plan_stage, run_stage
+    from moetool.repair.chain import dry_run_repaired, plan_repaired, run_repaired
+
+    return (
+        partial(dry_run_repaired, steps=repair),
+        partial(plan_repaired, steps=repair),
+        partial(run_repaired, steps=repair),
+    )
 
 
 def _is_encoder(output: str) -> bool:

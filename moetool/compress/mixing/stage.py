@@ -101,6 +101,13 @@ class MixingStage(Stage[MixingOptionsT]):
     def needs_text(self) -> bool:
         return True
 
+    @property
+    def share_in_numbers(self) -> float:
+        shape, dtype = self.source.experts.shape, self.source.dtype
+        offered = {(form, role) for scheme in self.offered for role, own in scheme.forms.items() for form in own}
+        bases = {(form, role) for scheme in self.offered for role, form in scheme.base.items()}
+        return max(form.share_in_numbers(shape.matrix(role), dtype) for form, role in offered | bases)
+
     # What plan and run both go by.
 
     @cached_property

@@ -1,0 +1,115 @@
+"""`moetool compress --repair`, run as a user runs it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import tensors_of
+
+TEXT = ("--samples", 8, "--sequence-length", 32)
+MADE = {
+    "quantize": ("--bits", 2, "--group-size", 16),
+    "d2moe": ("--ratio", 0.4),
+    "reap": ("--experts", 3),
+}
+
+
+@pytest.fixture
+def words(tiny_mixtral: Path, tiny_text: Path) -> Any:
+    def of(method: str, output: Path, *more: object) -> tuple[object, ...]:
+        own = ("--method", method, *MADE[method], "--calibration", tiny_text, *TEXT)
+        return ("compress", tiny_mixtral, output, *own, *more)
+
+    return of
+
+
+def equal(one: Path, other: Path) -> bool:
+    ours, theirs = tensors_of(one), tensors_of(other)
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("method", MADE)
+def test_it_gives_what_the_two_commands_give(
+    method: str, words: Any, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = run_cli(*words(method, tmp_path / "out", "--repair", 3, "--json"))
+    assert result.code == 0, result.stderr
+    told = result.json
+    assert told["stage"] == told["compression"]["stage"] == method
+    assert told["bytes_after"] == told["compression"]["bytes_after"] < told["bytes_before"]
+    assert told["trained_parameters"] > 0
+    assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
+    assert {phase["name"] for phase in told["phases"]} >= {"Original", "Repair"}
+    assert not (tmp_path / "out-compressed").exists()
+    assert f"after {method}, then repair" in (tmp_path / "out" / "README.md").read_text()
+
+    assert run_cli(*words(method, tmp_path / "small")).code == 0
+    repair = ("repair", tmp_path / "small", tmp_path / "by-hand", "--to", tiny_mixtral)
+    assert run_cli(*repair, "--calibration", tiny_text, *TEXT, "--steps", 3).code == 0
+    assert equal(tmp_path / "out", tmp_path / "by-hand")
+
+
+def test_killed_in_the_repair_it_goes_on_there(
+    words: Any, run_cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_cli(*words("quantize", whole, "--repair", 2)).code == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moetool.repair.stage.write_checkpoint", fail)
+        assert run_cli(*words("quantize", cut, "--repair", 2)).code == 130
+    assert (tmp_path / "cut-compressed").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("moetool.compress.methods.quantize.Quantize.run", fail)  # what is done is not done again
+        patch.setattr("moetool.repair.training.Distilling.run", fail)
+        result = run_cli(*words("quantize", cut, "--repair", 2, "--resume"))
+    assert result.code == 0, result.stderr
+    assert equal(whole, cut)
+    assert not (tmp_path / "cut-compressed").exists()
+    again = run_cli(*words("quantize", cut, "--repair", 2, "--resume", "--json"))
+    assert again.code == 0, again.stderr
+    assert again.json["status"] == "finished"
+    other = run_cli(*words("quantize", cut, "--repair", 3, "--resume"))
+    assert other.code == 2
+    assert "was made with other settings" in other.stderr
+
+
+def test_a_plan_tells_both(words: Any, run_cli: Any, tmp_path: Path) -> None:
+    alone = run_cli(*words("quantize", tmp_path / "out", "--dry-run", "--json")).json
+    both = run_cli(*words("quantize", tmp_path / "out", "--dry-run", "--json", "--repair", 9)).json
+    assert both["repair_steps"] == 9
+    assert both["output_bytes"] == alone["output_bytes"]
+    assert both["peak_memory_bytes"] >= alone["peak_memory_bytes"]
+    assert both["repair_most_memory_bytes"] >= both["peak_memory_bytes"]
+    assert both["scratch_bytes"] > alone["output_bytes"]
+    names = [phase["name"] for phase in both["phases"]]
+    assert names.index("Original") < names.index("Repair")
+    assert both["seconds"] > alone["seconds"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_most_memory_holds_of_what_was_made(
+    words: Any, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    for method in MADE:
+        before = run_cli(*words(method, tmp_path / "out", "--dry-run", "--json", "--repair", 2)).json
+        assert run_cli(*words(method, tmp_path / method)).code == 0
+        repair = ("repair", tmp_path / method, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text)
+        plan = run_cli(*repair, *TEXT, "--steps", 2, "--dry-run", "--json").json
+        assert plan["training_memory_bytes"] <= before["repair_most_memory_bytes"]
+
+
+def test_a_place_that_is_taken_is_refused_at_once(words: Any, run_cli: Any, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    result = run_cli(*words("quantize", taken, "--repair", 2))
+    assert result.code == 2
+    assert "is not empty" in result.stderr
+    assert not (tmp_path / "taken-compressed").exists()
+    result = run_cli(*words("quantize", taken, "--repair", 2, "--resume"))
+    assert result.code == 2
+    assert "start again" in result.stderr
