@@ -3,8 +3,9 @@
 import json
 import math
 import platform
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,6 +57,15 @@ def publish(lines: Sequence[str], file: Path | None) -> None:
     print(text)
     if file:
         file.write_text(text)
+
+
+def publish_as_made(head: Sequence[str], rows: Iterable[str], file: Path | None) -> None:
+    """Print every row of a table on stderr as soon as it is made, and publish the whole at the end."""
+    lines = [*head]
+    for row in rows:
+        lines.append(row)
+        print(row, file=sys.stderr, flush=True)
+    publish(lines, file)
 
 
 def excess(perplexity: float, original: float) -> float:

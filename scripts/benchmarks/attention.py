@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _common import made_by, publish
+from _common import made_by, publish_as_made
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    lines = [
+    head = [
         made_by(f"python {' '.join(sys.argv)}"),
         "",
         f"{options.threads} thread(s), bf16:",
@@ -71,10 +71,8 @@ def main() -> None:
         "| heads of queries / of keys × width | keys | torch, µs | kernels, µs | times as fast | error | of kernels |",
         "|---|---|---|---|---|---|---|",
     ]
-    for heads, length in itertools.product(HEADS, LENGTHS):
-        lines.append(row(*heads, length, options.threads))
-        print(lines[-1], file=sys.stderr, flush=True)
-    publish(lines, options.output)
+    rows = (row(*heads, length, options.threads) for heads, length in itertools.product(HEADS, LENGTHS))
+    publish_as_made(head, rows, options.output)
 
 
 if __name__ == "__main__":

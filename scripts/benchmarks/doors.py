@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from _common import Kept, made_by, publish
 from export_gguf import Llama, transformers_logits
-from gguf_codes import OWN, Doors
-from other_text import Run, compressed, named, own_tests
+from gguf_codes import Doors, parser_of, test_windows
+from other_text import Run, compressed
 from transformers import AutoModelForCausalLM
 
-from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.execute import run_stage
 from moetool.stages import stages
@@ -117,31 +116,16 @@ class Timed(Doors):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser = parser_of(__doc__, windows=24)
     parser.add_argument("--name", help="of the model, in the table")
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--tests", nargs="+", required=True, metavar="NAME=DATA")
     parser.add_argument("--bits", nargs="+", type=int, default=list(BITS), choices=list(BITS))
-    parser.add_argument("--own", default=OWN, help="options of moetool compress; --size comes with each of --bits")
     parser.add_argument("--no-packed", action="store_true", help="leave out compressed-tensors")
-    parser.add_argument("--windows", type=int, default=24, help="of every test")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.work.mkdir(parents=True, exist_ok=True)
-    tests = named(options.tests) | {"code": own_tests(options.work)["code"]}
-    tokenizer, kept = load_tokenizer(options.model), Kept(options.work / "every-door.jsonl")
-    windows = {
-        name: evaluation_windows(data, tokenizer, sequence_length=options.length, limit=options.windows, bos="never")
-        for name, data in tests.items()
-    }
+    windows, kept = test_windows(options), Kept(options.work / "every-door.jsonl")
     first = next(iter(windows))
     doors = Timed(options.model, windows, options, windows[first].flatten().tolist())
-    columns = ["", "MB", f"perplexity, {first}", *(f"KL, {name}" for name in tests), "prefill", "decode"]
+    columns = ["", "MB", f"perplexity, {first}", *(f"KL, {name}" for name in windows), "prefill", "decode"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
     def row(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -105,28 +105,39 @@ class Doors:
         return self.measured(quantized(file, number, imatrix=imatrix, wide_ends=True), began)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None, windows: int) -> argparse.ArgumentParser:
+    """The options that `Doors` and `test_windows` look at."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--tests", nargs="+", required=True, metavar="NAME=DATA")
-    parser.add_argument("--types", nargs="+", default=list(PAIRS), choices=list(PAIRS))
-    parser.add_argument("--own", default=OWN, help="options of moetool compress; --size comes with each of --types")
-    parser.add_argument("--windows", type=int, default=32, help="of every test")
+    parser.add_argument("--own", default=OWN, help="options of moetool compress; --size comes with each size")
+    parser.add_argument("--windows", type=int, default=windows, help="of every test")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    return parser
+
+
+def test_windows(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Windows `[windows, length]` of every test, and of Python's standard library."""
     options.work.mkdir(parents=True, exist_ok=True)
     tests = named(options.tests) | {"code": own_tests(options.work)["code"]}
-    tokenizer, kept = load_tokenizer(options.model), Kept(options.work / "doors.jsonl")
-    windows = {
+    tokenizer = load_tokenizer(options.model)
+    return {
         name: evaluation_windows(data, tokenizer, sequence_length=options.length, limit=options.windows, bos="never")
         for name, data in tests.items()
     }
-    doors = Doors(options.model, windows, options)
+
+
+def main() -> None:
+    parser = parser_of(__doc__, windows=32)
+    parser.add_argument("--types", nargs="+", default=list(PAIRS), choices=list(PAIRS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tests, kept = test_windows(options), Kept(options.work / "doors.jsonl")
+    doors = Doors(options.model, tests, options)
     lines = [f"| | MB | s | {' | '.join(tests)} |", "|---" * (len(tests) + 3) + "|"]
     for number in options.types:
         rest, experts = PAIRS[number]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from _common import made_by, publish
+from _common import made_by, publish_as_made
 from runtime import FORMS, Size, fill, layout, native_layer, routed
 
 from moetool.architectures import MoEShape
@@ -67,17 +67,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    lines = [
+    head = [
         made_by(f"python {' '.join(sys.argv)}"),
         "",
         "| hidden × intermediate, experts | stored | threads | in stages, µs | in one call, µs | times as fast |",
         "|---|---|---|---|---|---|",
     ]
-    for family, size in SIZES:
-        for form in options.forms:
-            lines.append(row(family, size, form, options.threads, options.rounds))
-            print(lines[-1], file=sys.stderr, flush=True)
-    publish(lines, options.output)
+    rows = (row(*size, form, options.threads, options.rounds) for size in SIZES for form in options.forms)
+    publish_as_made(head, rows, options.output)
 
 
 if __name__ == "__main__":
