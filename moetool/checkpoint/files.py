@@ -182,7 +182,7 @@ class FastDigest:
         self._hash, self._nbytes = xxhash.xxh3_128(), 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Feed bytes to the digest."""
+        """Add bytes to those that the digest is computed from."""
         self._hash.update(data)
         self._nbytes += len(data)
 

@@ -177,4 +177,4 @@ def _version(wanted: bool) -> None:
 def root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Take the options that stand before the command."""
+    """Take the options of `moetool` itself, which are typed before the name of a command."""

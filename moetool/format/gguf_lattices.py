@@ -72,7 +72,7 @@ def _words(signs: _Bytes, scales: _Bytes) -> _Bytes:
 
 
 def pack_iq2_xxs(parts: BlockParts) -> _Bytes:
-    """Bytes `[blocks, 66]`."""
+    """Pack the numbers of blocks into the bytes of `iq2_xxs`: `[blocks, 66]`."""
     places, signs, scales = _taken_apart("iq2_xxs", parts)
     low = places.astype(np.uint8).reshape(len(places), -1, 4)
     words = _words(signs, scales).reshape(len(places), -1, 4)
@@ -80,14 +80,14 @@ def pack_iq2_xxs(parts: BlockParts) -> _Bytes:
 
 
 def pack_iq2_xs(parts: BlockParts) -> _Bytes:
-    """Bytes `[blocks, 74]`."""
+    """Pack the numbers of blocks into the bytes of `iq2_xs`: `[blocks, 74]`."""
     places, signs, scales = _taken_apart("iq2_xs", parts)
     words = (places | (signs & 127).astype(np.uint16) << 9).astype("<u2").view(np.uint8)
     return np.concatenate([_unit(parts, 8), words.reshape(len(places), -1), _nibbles(scales)], 1)
 
 
 def pack_iq2_s(parts: BlockParts) -> _Bytes:
-    """Bytes `[blocks, 82]`."""
+    """Pack the numbers of blocks into the bytes of `iq2_s`: `[blocks, 82]`."""
     places, signs, scales = _taken_apart("iq2_s", parts)
     two = (places >> 8).astype(np.uint8).reshape(len(places), -1, 4)
     high = two[..., 0] | two[..., 1] << 2 | two[..., 2] << 4 | two[..., 3] << 6
@@ -95,13 +95,13 @@ def pack_iq2_s(parts: BlockParts) -> _Bytes:
 
 
 def pack_iq3_xxs(parts: BlockParts) -> _Bytes:
-    """Bytes `[blocks, 98]`."""
+    """Pack the numbers of blocks into the bytes of `iq3_xxs`: `[blocks, 98]`."""
     places, signs, scales = _taken_apart("iq3_xxs", parts)
     return np.concatenate([_unit(parts, 4), places.astype(np.uint8), _words(signs, scales)], 1)
 
 
 def pack_iq3_s(parts: BlockParts) -> _Bytes:
-    """Bytes `[blocks, 110]`."""
+    """Pack the numbers of blocks into the bytes of `iq3_s`: `[blocks, 110]`."""
     places, signs, scales = _taken_apart("iq3_s", parts)
     high = np.packbits((places >> 8).astype(np.uint8), axis=1, bitorder="little")
     return np.concatenate([_unit(parts, 1), places.astype(np.uint8), high, signs, _nibbles(scales)], 1)

@@ -13,7 +13,7 @@ _SMALL = 1 << 15  # numbers of keys that one thread reads sooner than others cou
 
 
 class _Cached(ctypes.Structure):
-    """As attention.cpp has it, and the next one, too."""
+    """Cached keys or values as the struct `Cached` of attention.cpp has them: address, and strides in numbers."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -24,6 +24,8 @@ class _Cached(ctypes.Structure):
 
 
 class _Attention(ctypes.Structure):
+    """Operands of one call as the struct `Attention` of attention.cpp has them."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("numbers", "batch", "heads", "groups", "length", "width", "values")),
         ("queries", ctypes.c_void_p),

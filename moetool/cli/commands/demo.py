@@ -37,7 +37,7 @@ class _Bars(Display):
     """Progress without the messages of each command, which are about models larger than the demo's."""
 
     def log(self, message: str) -> None:
-        """Drop a message that a command logs."""
+        """Show nothing of the messages that the demo's commands log."""
 
 
 @builder()

@@ -19,7 +19,7 @@ def build(
     model: Annotated[str, typer.Argument(help="A checkpoint of any kind, or a .gguf file.", show_default=False)],
     **typed: object,
 ) -> None:
-    """Run `moetool serve` until it is interrupted."""
+    """Run `moetool serve`: answer HTTP requests until the process is interrupted."""
     options, file, display = build_options(ServeOptions, typed), gguf_file(model), Display()
     check_options(model, file, options)
     server = Server(model, file, options, display)

@@ -82,7 +82,7 @@ class TypeLosses:
         self._lost[index] += lost
 
     def tried(self, carried: float) -> None:
-        """Add what the rows carry that were tried."""
+        """Add the energy, as `count` returns it, of the rows that were coded in every type."""
         self._tried += carried
 
     def estimates(self) -> list[float]:

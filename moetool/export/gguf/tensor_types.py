@@ -140,7 +140,7 @@ class Menu(Generic[KindT]):
 
     @cached_property
     def numbers(self) -> int:
-        """Number of elements of all tensors of the file."""
+        """Number of elements that all tensors of the file have together."""
         return sum(tensor.numbers for tensor in self.tensors)
 
     def bits_per_weight(self, chosen: Mapping[str, KindT]) -> float:
