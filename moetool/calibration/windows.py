@@ -16,7 +16,7 @@ from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
 from moetool.calibration.mixing import MixedSources, TextCounts, shared_out, taking_turns
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.calibration.readable import BundledWindows, readable_text
-from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.names import CONFIG, has_vocabulary
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
@@ -320,16 +320,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if (directory / CONFIG).is_file():  # which some read, too
             settings_of(read_config(directory)[1], directory)
         raise InvalidInputError(f"Cannot load the tokenizer of {path}: {first_line(error)}.") from error
-
-
-def has_vocabulary(directory: Path) -> bool:
-    """Whether a directory holds the files of a tokenizer, by their names."""
-    return any(_is_vocabulary(file.name) for file in directory.iterdir())
-
-
-def _is_vocabulary(name: str) -> bool:
-    stems = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken", "tiktoken")
-    return name.startswith(stems) or name.endswith((".model", ".tiktoken"))
 
 
 def _chunks(text: Iterable[str], chunk_chars: int) -> Iterator[str]:

@@ -75,6 +75,11 @@ class ExpertReader:
         turned = found is None or found.shape != (self.shape.experts, rows, columns)
         return replace(architecture, on_disk=replace(architecture.on_disk, is_transposed=turned))
 
+    @property
+    def numbers(self) -> int:
+        """Number of elements that the matrices of all experts have together."""
+        return self.shape.expert_parameters * self.shape.experts * len(self.moe_layers)
+
     def has(self, layer: int) -> bool:
         """Whether a decoder layer has experts."""
         return layer in self.moe_layers

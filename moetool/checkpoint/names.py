@@ -19,6 +19,14 @@ UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
 WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
 
 
+def has_vocabulary(directory: Path) -> bool:
+    """Whether a directory holds the files of a tokenizer, by their names."""
+    stems = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken", "tiktoken")
+    return any(
+        file.name.startswith(stems) or file.name.endswith((".model", ".tiktoken")) for file in directory.iterdir()
+    )
+
+
 def sidecars_in(root: Path) -> Iterator[Path]:
     """Files below a checkpoint's directory that are neither its weights nor what describes it and no other."""
     for directory, subdirectories, names in os.walk(root):

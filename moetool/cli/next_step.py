@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moetool.calibration.data import BUNDLED, parse_data
+from moetool.checkpoint.names import has_vocabulary
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
@@ -42,7 +43,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line(*(_filled(word, given, made) for word in then.split()))
     if command == "upcycle" and trains and text is not None and _fits(_TRAINING * size):
         return line("tune", made, _new(made, "tuned"), "--data", text)
-    if not trains or not _fits(_RUNNING * size) or _lacks_tokenizer(Path(made)):
+    lacks_tokenizer = Path(made).is_dir() and not has_vocabulary(Path(made))
+    if not trains or lacks_tokenizer or not _fits(_RUNNING * size):
         return line("report", made)
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
@@ -108,12 +110,6 @@ def _free(wanted: str) -> str:
     while Path(name).exists():
         number, name = number + 1, f"{wanted}-{number + 1}"
     return name
-
-
-def _lacks_tokenizer(model: Path) -> bool:
-    from moetool.calibration.windows import has_vocabulary  # torch, which has been needed by then
-
-    return model.is_dir() and not has_vocabulary(model)
 
 
 def _fits(needed: int) -> bool:

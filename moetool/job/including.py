@@ -62,10 +62,7 @@ def including(source: InputT, options: Options) -> InputT:
 def bits_left(source: Source, output: int) -> float:
     """Bits for each number of the experts, scales and bases included, in weight files of `output` bytes that hold all
     else as the source does."""
-    checkpoint, reader = source.checkpoint, source.experts
-    numbers = reader.shape.expert_parameters * reader.shape.experts * len(reader.moe_layers)
-    stored = sum(checkpoint.tensors[name].nbytes for name in reader.names)
-    return max(8 * (output - (checkpoint.weight_bytes - stored)) / numbers, 0.0)
+    return max(8 * (output - source.bytes_beside_experts) / source.experts.numbers, 0.0)
 
 
 def including_saves(source: Source) -> dict[str, tuple[int, int]]:

@@ -76,6 +76,14 @@ class Source:
     def dtype(self) -> torch.dtype:
         return self.experts.dtype
 
+    @property
+    def bytes_beside_experts(self) -> int:
+        """Bytes of weight files, headers included, that are no experts' as a job passes them on: of what is in another
+        tool's format those that it is stored in if it `keeps_stored`, else those in the model's dtype."""
+        checkpoint, experts = self.checkpoint, self.experts.names
+        kept = checkpoint.forms.keys() - experts if self.keeps_stored else ()
+        return checkpoint.weight_bytes + checkpoint.growth(kept) - sum(checkpoint.info(name).nbytes for name in experts)
+
 
 @dataclass(frozen=True)
 class DecodedSource(Source):

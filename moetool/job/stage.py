@@ -60,11 +60,12 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     next_command: ClassVar[str | None] = None
 
     def __init__(self, source: SourceT, options: StageOptionsT) -> None:
+        source = keeping(source, options)
         if isinstance(source, Source):
             options = with_ratio(options, original_bytes(source))
             if getattr(options, "include", ()) is None:
                 options = options.model_copy(update={"include": self.include_by_default(source, options)})
-        self.source = including(keeping(source, options), options)
+        self.source = including(source, options)
         self.options = fit_context(options, source.checkpoint.settings)
         self.options = with_text(self.options, needed=self.needs_text)
 

@@ -87,8 +87,7 @@ class TrainedModel:
         """The largest sizes of what a compression can make of a model: `nbytes` of weight files, with a `share` of the
         experts' bytes in numbers of floating point."""
         reader, item = source.experts, source.dtype.itemsize
-        own = sum(source.checkpoint.info(name).nbytes for name in reader.names)
-        experts = max(0, nbytes - (source.checkpoint.weight_bytes - own))
+        experts = max(0, nbytes - source.bytes_beside_experts)
         decoded = 4 * len(reader.moe_layers) * reader.shape.expert_parameters * (reader.shape.experts + 1)
         small = trained_numbers(source, in_full=False)
         return cls(nbytes * 4 // item, round(share * experts / item) + small, decoded)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,14 @@ def test_fewer_experts_are_a_checkpoint_in_the_same_format(
     for path in (kept, wide):
         run(run_cli, "compress", path, tmp_path / f"{path.name}-3", *again, "--no-keep-stored")
     assert weights(tmp_path / "kept-3") == weights(tmp_path / "wide-3")
+
+
+def test_bytes_beside_the_experts_are_those_of_the_result(fp8: tuple[Path, Path, Path]) -> None:
+    """Of what stays in FP8 as many as in the files, else as many as in bf16: both but for the files' headers."""
+    source, kept, wide = fp8
+    for keeps, result in ((True, kept), (False, wide)):
+        opened = replace(Source.open(source), keeps_stored=keeps)
+        left = [tensor for name, tensor in tensors_of(result).items() if ".mlp.experts." not in name]
+        size = sum(tensor.nbytes for tensor in left)
+        headers = opened.checkpoint.weight_bytes - sum(info.nbytes for info in opened.checkpoint.on_disk.values())
+        assert 0 <= opened.bytes_beside_experts - size <= headers

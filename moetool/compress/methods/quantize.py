@@ -122,17 +122,15 @@ class Quantize(MixingStage[QuantizeOptions]):
         return self.options.ratio is not None or self.options.refine > 0
 
     @property
-    def share_in_numbers(self) -> float:
+    def possible_forms(self) -> set[tuple[Representation, Role]]:
         if self._is_mixed:
-            return super().share_in_numbers
-        shape, dtype = self.source.experts.shape, self.source.dtype
-        forms = {
+            return super().possible_forms
+        return {
             (form, role)
             for layout in self._uniform().values()
             for role, own in layout.weights.items()
             for form in own or ()
         }
-        return max(form.share_in_numbers(shape.matrix(role), dtype) for form, role in forms)
 
     def shared_recipe(self) -> Mapping[str, object] | None:
         return super().shared_recipe() if self._is_mixed else None

@@ -102,8 +102,7 @@ def rotation_seeds(shape: MoEShape, layer: int, seed: int) -> dict[Role, int]:
 
 def average_bits(experts: ExpertReader, left: int) -> float:
     """Bits for every number of the experts, if `left` bytes are shared evenly among all of them."""
-    numbers = experts.shape.expert_parameters * experts.shape.experts * len(experts.moe_layers)
-    return max(8 * left / numbers, 1e-3)
+    return max(8 * left / experts.numbers, 1e-3)
 
 
 def on_base(

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TypeVar
 
+from moetool.architectures import Role
 from moetool.bases.choices import Merge
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
@@ -47,6 +48,7 @@ from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import AnyStage, Stage
 from moetool.job.writing import entry_for, original_bytes, original_size, write_model
+from moetool.representations import Representation
 
 MixingOptionsT = TypeVar("MixingOptionsT", bound=MixingOptions)
 _MEASURING = {
@@ -104,9 +106,13 @@ class MixingStage(Stage[MixingOptionsT]):
     @property
     def share_in_numbers(self) -> float:
         shape, dtype = self.source.experts.shape, self.source.dtype
+        return max(form.share_in_numbers(shape.matrix(role), dtype) for form, role in self.possible_forms)
+
+    @property
+    def possible_forms(self) -> set[tuple[Representation, Role]]:
+        """Forms that the output may have, of deltas, matrices and bases, each with its role."""
         offered = {(form, role) for scheme in self.offered for role, own in scheme.forms.items() for form in own}
-        bases = {(form, role) for scheme in self.offered for role, form in scheme.base.items()}
-        return max(form.share_in_numbers(shape.matrix(role), dtype) for form, role in offered | bases)
+        return offered | {(form, role) for scheme in self.offered for role, form in scheme.base.items()}
 
     # What plan and run both go by.
 
