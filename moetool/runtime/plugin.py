@@ -36,6 +36,7 @@ from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in, paths_in
+from moetool.runtime.modules.linear import multiply_by_kernels
 from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized, quantized_modules, still_quantized
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
@@ -169,6 +170,7 @@ class MoetoolQuantizer(HfQuantizer):
         model = super().postprocess_model(model, **options)
         self._sparing.close()
         attend_by_kernels(model)
+        multiply_by_kernels(model)
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:
