@@ -13,7 +13,7 @@ from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.job.job import Source
 from moetool.repair.options import RepairOptions
-from moetool.repair.teacher import ENTRY_BYTES, TOKEN_BYTES
+from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
 from moetool.runtime.loading import loading_memory
 
 NOTE, REPAIR = "Original", "Repair"
@@ -26,28 +26,41 @@ TRAINED_BYTES = 32
 
 
 def trained_numbers(source: Source, *, in_full: bool) -> int:
-    """The most numbers of a model that can change: those of floating point, or, unless experts in full do too, its
-    vectors (norms, biases), its routers, and what its compressed matrices are made of beside codes."""
+    """Numbers of a model that can change, those that `training.choose` takes: its vectors (norms, biases), its routers,
+    and what its compressed matrices are made of beside codes; if experts in full change, too, all but embeddings and
+    head."""
     architecture, reader = source.architecture, source.experts
-    native = {layer for layer in reader.moe_layers if reader.layout(layer).is_native}
-    full = tuple(architecture.experts_prefix(layer) for layer in native)
+    whole = {
+        architecture.weight_name(layer, expert, role)
+        for layer in reader.moe_layers
+        for role, forms in reader.layout(layer).weights.items()
+        if forms is None
+        for expert in range(reader.shape.experts)
+    }
     routers = tuple(architecture.router_name(layer).removesuffix("weight") for layer in reader.moe_layers)
     beside = {quantized_name(weight_of(module), _SCALES) for module in quantized_beside(source.checkpoint.settings)}
+    ends = {weight_of(module) for module in architecture.embeddings}
+
+    made = reader.names - whole
 
     def changes(name: str, shape: Sequence[int]) -> bool:
-        stored = name in reader.names and not (full and name.startswith(full))
-        return stored or name in beside or len(shape) == 1 or name.startswith(routers)
+        if len(shape) > 1 and math.prod(shape) == 1:
+            return False  # a placeholder
+        if in_full:
+            return name not in ends
+        return name in made or name in beside or len(shape) == 1 or name.startswith(routers)
 
     return sum(
         math.prod(info.shape)
         for name, info in source.checkpoint.tensors.items()
-        if info.dtype.is_floating_point and (in_full or changes(name, info.shape))
+        if info.dtype.is_floating_point and changes(name, info.shape)
     )
 
 
-def noted_bytes(windows: int, length: int, k: int) -> int:
-    """Bytes of the original's predictions of so many windows, the `k` likeliest tokens of each position."""
-    return windows * length * (k * ENTRY_BYTES + TOKEN_BYTES)
+def noted_bytes(windows: int, length: int, k: int, routed: int) -> int:
+    """Bytes of the original's predictions of so many windows, the `k` likeliest tokens of each position, and what its
+    routers say of `routed` experts, those of all layers."""
+    return windows * length * (k * ENTRY_BYTES + TOKEN_BYTES + routed * ROUTED_BYTES)
 
 
 def activation_bytes(source: Source, tokens: int) -> int:
@@ -89,8 +102,11 @@ class TrainedModel:
         reader, item = source.experts, source.dtype.itemsize
         experts = max(0, nbytes - source.bytes_beside_experts)
         decoded = 4 * len(reader.moe_layers) * reader.shape.expert_parameters * (reader.shape.experts + 1)
-        small = trained_numbers(source, in_full=False)
-        return cls(nbytes * 4 // item, round(share * experts / item) + small, decoded)
+        in_full = share == 1.0  # attention, too, of what may have experts in full
+        beside = trained_numbers(source, in_full=in_full)
+        if in_full:
+            beside -= sum(math.prod(source.checkpoint.info(name).shape) for name in reader.names)
+        return cls(nbytes * 4 // item, round(share * experts / item) + beside, decoded)
 
 
 def repair_phases(original: Source, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:

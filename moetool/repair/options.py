@@ -6,6 +6,10 @@ from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
 
+# By default: rates of the small tensors and of all, and the weight of the routers' divergence, which so comes to two
+# or three times that of predictions.
+RATE, RATE_IN_FULL, ROUTING = 0.001, 0.003, 80.0
+
 
 class RepairOptions(RunOptions, TextOptions):
     """Options of repair: towards which model, on which text, for how many steps and at which rate."""
@@ -18,8 +22,17 @@ class RepairOptions(RunOptions, TextOptions):
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")
-    learning_rate: float = Field(
-        0.001, gt=0, description="Peak of the schedule, relative to the root mean square of each trained tensor."
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Peak of the schedule, relative to the root mean square of each trained tensor "
+        f"[default: {RATE:g}; {RATE_IN_FULL:g} where experts in full are trained].",
+    )
+    routing: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the KL divergence of the routers' choices, the mean over layers, beside that of "
+        f"predictions [default: {ROUTING:g}; 0 where experts were left out].",
     )
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
     held_out: int = Field(

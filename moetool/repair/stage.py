@@ -40,8 +40,9 @@ from moetool.repair.costs import (
     noted_bytes,
     repair_phases,
 )
-from moetool.repair.options import RepairOptions
+from moetool.repair.options import RATE, RATE_IN_FULL, ROUTING, RepairOptions
 from moetool.repair.results import RepairResult
+from moetool.repair.routing import RoutingTarget, routing_target
 from moetool.repair.texts import Texts, draw_texts
 from moetool.runtime.loading import loading_memory
 
@@ -70,6 +71,10 @@ class Repair(Stage[RepairOptions]):
     @cached_property
     def _original(self) -> Checkpoint:
         return open_for_planning(self.options.to)
+
+    @cached_property
+    def _teacher(self) -> Source:
+        return Source.of(self._original)
 
     def inputs(self) -> Mapping[str, Checkpoint]:
         return {**super().inputs(), "original": self._original}
@@ -105,8 +110,26 @@ class Repair(Stage[RepairOptions]):
     @property
     def noted_bytes(self) -> int:
         """Bytes of the original's predictions of all windows."""
-        options = self.options
-        return noted_bytes(self._windows, options.sequence_length, min(options.top_logits, self._vocabulary))
+        options, architecture = self.options, self.source.architecture
+        routed = len(architecture.moe_layers) * architecture.routed_to[0] * (self._target is not None)
+        return noted_bytes(self._windows, options.sequence_length, min(options.top_logits, self._vocabulary), routed)
+
+    @cached_property
+    def _rate(self) -> float:
+        return self.options.learning_rate or (RATE_IN_FULL if self._in_full else RATE)
+
+    @cached_property
+    def _routing(self) -> float:
+        """Weight of the routers' divergence: by default none where experts were left out. What is left has to do their
+        work, too, and where the original would send a token of theirs tells little."""
+        if self.options.routing is not None:
+            return self.options.routing
+        is_whole = self.source.architecture.routed_to == self._teacher.architecture.routed_to
+        return ROUTING if is_whole else 0.0
+
+    @cached_property
+    def _target(self) -> RoutingTarget | None:
+        return routing_target(self.source, self._teacher) if self._routing else None
 
     @cached_property
     def _memory(self) -> tuple[int, int, bool]:
@@ -131,8 +154,7 @@ class Repair(Stage[RepairOptions]):
 
     def phases(self, nbytes: int) -> Phases:
         """The phases of the repair of a model that takes `nbytes` of weight files."""
-        original = Source.of(self._original)
-        return repair_phases(original, self.options, self._windows, nbytes, len(self.source.checkpoint.tensors))
+        return repair_phases(self._teacher, self.options, self._windows, nbytes, len(self.source.checkpoint.tensors))
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -148,6 +170,8 @@ class Repair(Stage[RepairOptions]):
             "original": options.to,
             "original_memory_bytes": first,
             "training_memory_bytes": second,
+            "learning_rate": self._rate,
+            "routing": self._routing if self._target else 0.0,
             "codes": "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory",
         }
         return Plan(
@@ -158,16 +182,16 @@ class Repair(Stage[RepairOptions]):
             memory_bytes=max(first, second),
             phases=self.phases(source.weight_bytes),
             details=details,
-            advice="Original and model are in memory one after the other, each whole in float32. A --memory in which "
-            "codes cannot be held decoded, or a smaller --batch-size, needs less.",
+            advice=f"Original and model are in memory one after the other, each whole in float32: "
+            f"{format_bytes(first)} while {options.to} predicts, {format_bytes(second)} while the model is trained. "
+            "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less.",
         )
 
     def run(self, job: Job) -> RepairResult:
         from moetool.repair.teacher import NotedFile
-        from moetool.repair.training import Distilling, choose
+        from moetool.repair.training import Distilling, choose, recompute_in_evaluation
         from moetool.representations.decoded_once import decoded_once
         from moetool.runtime.loading import load_model
-        from moetool.tune.trainer import recompute_activations
 
         source, options = self.source.checkpoint, self.options
         check_comparable(self._original, source, load_tokenizer(source.path))
@@ -181,11 +205,12 @@ class Repair(Stage[RepairOptions]):
             model = load_model(source, torch.float32, job.device)
         parameters = choose(model, in_full=self._in_full)
         if job.unit("train"):
-            recompute_activations(model)
+            recompute_in_evaluation(model)
             with ExitStack() as stack:
                 if self._memory[2]:
                     stack.enter_context(decoded_once(model))
-                training = Distilling(model, parameters, texts, NotedFile(noted), options, self.source.dtype)
+                settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._routing})
+                training = Distilling(model, parameters, texts, NotedFile(noted), settled, self.source.dtype)
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(
@@ -209,15 +234,14 @@ class Repair(Stage[RepairOptions]):
 
     def _note(self, job: Job, file: Path, texts: Texts) -> None:
         """Let the original predict all windows, and note what it says; it is gone afterwards."""
-        from moetool.repair.teacher import note
-        from moetool.repair.training import noted_batches
+        from moetool.repair.teacher import note, noted_batches
         from moetool.runtime.loading import load_model
 
         size = self.options.batch_size
         with described_in(self._original.path):
             model = load_model(self._original, torch.float32, job.device)
         with phase(job.progress, NOTE, math.ceil(len(texts.whole) / size)):
-            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress)
+            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress, self._target)
             note(file, _finite(found, self._original))
 
     def _say_of_origin(self, job: Job) -> None:

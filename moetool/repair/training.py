@@ -1,6 +1,7 @@
 """Training of a compressed model's small tensors towards the original's predictions, end to end.
 
-Loss: KL divergence of the model's predictions from the original's, mean over all tokens of a batch. Adam (Kingma and
+Loss: KL divergence of the model's predictions from the original's, mean over all tokens of a batch, and so many times
+that of its routing, as in Router KD (arXiv:2603.02217). Adam (Kingma and
 Ba, arXiv:1412.6980) moves fp32 copies; the model always computes with these as they would be stored, so that what is
 measured is what is written. Held-out windows decide: of the values at each evaluation those with the least divergence
 are kept, among those that lose no more than the input on any kind of text.
@@ -14,19 +15,23 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moetool.errors import UsageError
+from moetool.errors import UsageError, VerificationError
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
 from moetool.repair.options import RepairOptions
-from moetool.repair.teacher import NotedFile, NotedPredictions
+from moetool.repair.routing import routing_divergence
+from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.quantized import quantized_modules
 from moetool.runtime.modules.routers import Routers
+from moetool.tune.trainer import recompute_activations
 
 _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
@@ -92,12 +97,17 @@ class Distilling:
         options: RepairOptions,
         stored: torch.dtype,
     ) -> None:
+        assert options.learning_rate is not None, "the stage settles what options leave open"
         self._model, self._parameters, self._options = model, parameters, options
         self._texts, self._noted = texts, noted
         self._masters = [_Master(parameter, stored) for parameter in parameters.values()]
-        numbers = [master.numbers for master in self._masters]
-        self._optimizer = torch.optim.Adam(numbers, lr=options.learning_rate, betas=_BETAS, eps=1e-12)
-        self._numbers = numbers
+        self._routers = Routers(model)
+        self._numbers = [master.numbers for master in self._masters]
+        group = {"params": self._numbers, "initial_lr": options.learning_rate}
+        self._optimizer = torch.optim.Adam([group], lr=options.learning_rate, betas=_BETAS, eps=1e-12)
+        # From epoch 0, and to one after the last: no step is lost to a rate of zero.
+        rising = math.ceil(options.warmup * options.steps)
+        self._schedule = get_cosine_schedule_with_warmup(self._optimizer, rising, options.steps + 1, last_epoch=0)
 
     def run(self, progress: Progress, interrupt: Interrupt) -> RepairOutcome:
         """Train, and leave in the model the values with the least divergence on held-out windows that made no text
@@ -107,12 +117,17 @@ class Distilling:
         due = {math.ceil(steps * part / options.evaluations) for part in range(1, options.evaluations + 1)}
         with phase(progress, REPAIR, steps):
             before = self._divergences()
+            if not all(map(math.isfinite, before.values())):
+                raise VerificationError(
+                    f"The input's divergence from the original is {_said(before)}, before anything has changed: its "
+                    "weights are damaged, and `moetool verify` names them."
+                )
             progress.log(f"Held out, before: {_said(before)}.")
             best, curve = (0, before, self._values()), [{"step": 0.0, **before}]
             batches = self._batches()
             for step in range(1, steps + 1):
                 interrupt.check()
-                loss = self._step(step, next(batches))
+                loss = self._step(next(batches))
                 progress.advance()
                 if not math.isfinite(loss):
                     stopped = f"the loss is {loss} at step {step}"
@@ -145,10 +160,14 @@ class Distilling:
             yield waiting[: self._options.batch_size]
             del waiting[: self._options.batch_size]
 
-    def _step(self, step: int, numbers: list[int]) -> float:
+    def _step(self, numbers: list[int]) -> float:
         """One step on windows of these numbers; returns the loss before it, and takes none where that is no number."""
         noted = self._noted.of(numbers).to(self._model.device)
-        loss = noted.divergence(self._logits(self._texts.trained[numbers])).mean()
+        with self._routers.watched():
+            loss = noted.divergence(self._logits(self._texts.trained[numbers])).mean()
+        if noted.routing is not None:
+            loss = loss + (self._options.routing or 0.0) * routing_divergence(self._routers.logits, noted.routing)
+        self._routers.clear()
         if not torch.isfinite(loss):
             return loss.item()
         loss.backward()
@@ -157,20 +176,11 @@ class Distilling:
         norm = nn.utils.clip_grad_norm_(self._numbers, _CLIP)
         if not torch.isfinite(norm):
             return math.nan
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._options.learning_rate * self._share(step)
         self._optimizer.step()
+        self._schedule.step()
         for master in self._masters:
             master.give()
         return loss.item()
-
-    def _share(self, step: int) -> float:
-        """The share of the rate at a step: it rises, and then falls as half a cosine."""
-        rising = math.ceil(self._options.warmup * self._options.steps)
-        if step <= rising:
-            return step / rising
-        done = (step - rising) / (self._options.steps - rising + 1)
-        return 0.5 + 0.5 * math.cos(math.pi * done)
 
     def _logits(self, windows: Tensor) -> Tensor:
         found: Tensor = self._model(input_ids=windows.to(self._model.device), use_cache=False).logits
@@ -193,23 +203,21 @@ class Distilling:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
 
-@torch.no_grad()
-def noted_batches(
-    model: "PreTrainedModel", windows: Tensor, batch_size: int, k: int, progress: Progress
-) -> Iterator[NotedPredictions]:
-    """Iterate over a model's predictions of windows `[windows, length]`, batch by batch, on the CPU."""
-    for batch in windows.split(batch_size):
-        logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-        yield NotedPredictions.of(logits, k).to(torch.device("cpu"))
-        progress.advance()
-
-
 def _said(divergences: Mapping[str, float]) -> str:
     return ", ".join(f"{1000 * nats:.4g} millinats on {name}" for name, nats in divergences.items())
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def recompute_in_evaluation(model: "PreTrainedModel") -> None:
+    """Keep only what enters each layer, and run it again on the way back, in evaluation mode: without dropout and
+    jitter of routers, which are not in the predictions to be met. transformers keeps everything in that mode."""
+    recompute_activations(model)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # its own, not that of the modules in it
 
 
 def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, nn.Parameter]:

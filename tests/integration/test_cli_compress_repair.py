@@ -10,6 +10,7 @@ TEXT = ("--samples", 8, "--sequence-length", 32)
 MADE = {
     "quantize": ("--bits", 2, "--group-size", 16),
     "d2moe": ("--ratio", 0.4),
+    "hybrid": ("--ratio", 0.6),
     "reap": ("--experts", 3),
 }
 

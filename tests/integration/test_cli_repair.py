@@ -13,10 +13,16 @@ from torch import Tensor
 
 SHORT = ("--samples", 8, "--sequence-length", 32, "--held-out", 4, "--batch-size", 4)
 # Where all numbers of 16 bits move.
-MORE = {"d2moe": ("--learning-rate", 0.002), "reap": ("--learning-rate", 0.005, "--train", "all")}
+MORE = {
+    "d2moe": ("--learning-rate", 0.002),
+    "hybrid": ("--learning-rate", 0.002, "--samples", 64),
+    "reap": ("--learning-rate", 0.005, "--train", "all"),
+}
 MADE = {
     "quantize": ("--bits", 2, "--group-size", 16),
     "d2moe": ("--ratio", 0.4),
+    "hybrid": ("--ratio", 0.6),
+    "ders-sparsify": ("--drop", 0.9),
     "reap": ("--experts", 3),
 }
 
@@ -50,10 +56,12 @@ def layout(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
 
 @pytest.mark.parametrize("method", MADE)
 def test_it_comes_nearer_in_the_same_layout(
-    method: str, compress: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path, tokens: Tensor
+    method: str, run_cli: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path, tokens: Tensor, tmp_path: Path
 ) -> None:
     text = ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
-    source = compress(tiny_mixtral, "--method", method, *MADE[method], *text).path
+    needed, source = () if method == "ders-sparsify" else text, tmp_path / "made"
+    result = run_cli("compress", tiny_mixtral, source, "--method", method, *MADE[method], *needed)
+    assert result.code == 0, result.stderr
     output, told = repaired(source, "--steps", 16, *MORE.get(method, ("--learning-rate", 0.02)))
     assert layout(output) == layout(source)
     assert sum(file.stat().st_size for file in output.glob("*.safetensors")) == sum(
@@ -165,6 +173,57 @@ def test_too_little_memory_is_said_with_the_numbers(
     assert result.code != 0
     assert "has 100.0 MB. Original and model are in memory one after the other" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_other_vocabularies_are_refused(
+    run_cli: Any, small: Path, make_mixtral: Any, save_model: Any, tiny_text: Path, tmp_path: Path
+) -> None:
+    size = json.loads((small / "config.json").read_text())["vocab_size"]
+    other = save_model(make_mixtral(vocab_size=size + 16), tmp_path / "other")
+    result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
+    assert result.code == 3
+    assert f"has vocab_size {size}" in result.stderr
+    assert f"has {size + 16}: it was not made of that" in result.stderr
+
+
+def test_originals_that_are_larger_than_memory_are_named(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    words = ("--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
+    plan = run_cli("repair", small, tmp_path / "out", *words, "--dry-run", "--json").json
+    first, second = plan["original_memory_bytes"], plan["training_memory_bytes"]
+    enough = max(first, second)
+    result = run_cli("repair", small, tmp_path / "out", *words, "--memory", min(first, second) - 1000)
+    assert result.code == 4
+    assert f"while {tiny_mixtral} predicts" in result.stderr
+    assert run_cli("repair", small, tmp_path / "out", *words, "--memory", enough, "--steps", 1).code == 0
+
+
+def test_damaged_models_are_refused(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(small, tmp_path / "damaged")
+    file = damaged / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, file, {"format": "pt"})
+    result = run_cli("repair", damaged, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
+    assert result.code == 5
+    assert "nan" in result.stderr
+    assert "before anything has changed: its weights are damaged" in result.stderr
+
+
+def test_text_of_the_repair_is_told_as_its_own(
+    repaired: Any, run_cli: Any, small: Path, tiny_text: Path, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "another-story.txt"
+    other.write_text(tiny_text.read_text())
+    output, _ = repaired(small, "--steps", 1, "--calibration", other)
+    asked = ("--sequence-length", 32, "--windows", 4, "--against", tiny_mixtral)
+    result = run_cli("eval", output, "--data", other, *asked)
+    assert result.code == 0, result.stderr
+    assert "another-story.txt" in result.stdout.split("calibrated on")[1]
+    assert "all of this is text of the calibration's own kind" in " ".join(result.stdout.split())
 
 
 def test_damaged_originals_are_refused(

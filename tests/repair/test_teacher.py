@@ -38,14 +38,17 @@ def test_the_others_are_one_token(logits: tuple[torch.Tensor, torch.Tensor]) -> 
     assert noted.divergence(original).abs().max() < 1e-6
 
 
-def test_windows_are_read_as_they_were_noted(logits: tuple[torch.Tensor, torch.Tensor], tmp_path: Path) -> None:
+@pytest.mark.parametrize("routed", [False, True])
+def test_windows_are_read_as_they_were_noted(
+    routed: bool, logits: tuple[torch.Tensor, torch.Tensor], tmp_path: Path
+) -> None:
     original, _ = logits
-    note(
-        tmp_path / "noted.safetensors",
-        iter([NotedPredictions.of(original[:1], 4), NotedPredictions.of(original[1:], 4)]),
-    )
-    expected, file = NotedPredictions.of(original, 4), NotedFile(tmp_path / "noted.safetensors")
-    for found, wanted in zip(file.windows(0, 2), expected, strict=True):
-        assert found.equal(wanted)
-    for found, wanted in zip(file.of([1, 0]), expected, strict=True):
-        assert found.equal(wanted.flip(0))
+    routing = torch.randn(2, 5, 3, 8) if routed else None
+    whole = NotedPredictions.of(original, 4, routing)
+    parts = [NotedPredictions(*(None if own is None else own[place] for own in whole)) for place in ([0], [1])]
+    note(tmp_path / "noted.safetensors", iter(parts))
+    file = NotedFile(tmp_path / "noted.safetensors")
+    for found, order in ((file.windows(0, 2), [0, 1]), (file.of([1, 0]), [1, 0])):
+        assert (found.routing is not None) == routed
+        for own, wanted in zip(found, whole, strict=True):
+            assert own is None if wanted is None else own.equal(wanted[order])
