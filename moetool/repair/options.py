@@ -8,7 +8,7 @@ from moetool.job.options import RunOptions, TextOptions
 
 # By default: rates of the small tensors and of all, and the weight of the routers' divergence, which so comes to two
 # or three times that of predictions.
-RATE, RATE_IN_FULL, ROUTING = 0.001, 0.003, 80.0
+RATE, RATE_IN_FULL, ROUTING = 0.002, 0.003, 80.0
 
 
 class RepairOptions(RunOptions, TextOptions):
