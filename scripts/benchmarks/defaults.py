@@ -20,7 +20,6 @@ from _common import made_by, publish
 
 DEFAULT = "default"
 METHODS = (  # names of rows, as `moetool compare` takes them
-    f"{DEFAULT}=auto",
     "hybrid",
     "quantize",
     "quantize --scheme layer=quantize",
@@ -56,7 +55,9 @@ def compared(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `moetool compare`: every method at every ratio, `ders-quantize`, and the default in its bytes."""
     work: Path = options.work / Path(model).resolve().name
     saved = shares_saved(model, options.work)
-    names, own = [*METHODS], [*OPTIONS]
+    names = [f"{DEFAULT}=auto", *options.methods]
+    rows = {name.partition("=")[0] for name in names}
+    own = [option for option in OPTIONS if option.partition(":")[0] in rows]
     for bits in BITS:
         names += [f"ders-quantize --bits {bits}=ders-quantize", f"{DEFAULT} {bits}=auto"]
         own += [f"ders-quantize --bits {bits}:bits={bits}", f"{DEFAULT} {bits}:ratio={saved[bits]:.5f}"]
@@ -68,9 +69,12 @@ def compared(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Rows of about as many bytes, the default first: those of one ratio, and each `ders-quantize` with its default."""
-    made = [row for row in rows if row["kl"] is not None]
-    for ratio in sorted({row["asked"] for row in made if row["asked"] is not None}):
+    """Rows of about as many bytes, the default first: those of one ratio, and each `ders-quantize` with its default.
+
+    What could not be made is left out, and so is a ratio at which that is the default.
+    """
+    made = [row for row in rows if "kl" in row]
+    for ratio in sorted({row["asked"] for row in made if row["name"] == DEFAULT}):
         yield [row for row in made if row["asked"] == ratio]
     for row in made:
         if row["asked"] is None and row["name"].startswith(DEFAULT):
@@ -107,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--data", required=True, help="texts to measure on, with commas")
+    parser.add_argument("--methods", nargs="*", default=METHODS, metavar="NAME=METHOD", help="at every ratio")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.4, 0.6, 0.75])
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--windows", type=int, default=48, help="of every test text")
