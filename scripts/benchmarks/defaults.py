@@ -29,7 +29,6 @@ METHODS = (  # names of rows, as `moetool compare` takes them
     "plain-svd",
 )
 OPTIONS = ("quantize --scheme layer:scheme=layer", "d2moe --factor-bits 8:factor_bits=8")
-BITS = (3, 4)  # of `ders-quantize`
 CLOSE = 0.005  # in thousandths of a nat: less than what is printed, and no loss to speak of
 
 
@@ -41,10 +40,10 @@ def moetool(*words: str) -> dict[str, Any]:
     return json.loads(finished.stdout)
 
 
-def shares_saved(model: str, work: Path) -> dict[int, float]:
+def shares_saved(model: str, work: Path, all_bits: Sequence[int]) -> dict[int, float]:
     """Share of the bytes that `ders-quantize` saves, by its bits, from its plans."""
     found = {}
-    for bits in BITS:
+    for bits in all_bits:
         words = ("--method", "ders-quantize", "--bits", str(bits), "--dry-run")
         plan = moetool("compress", model, str(work / "planned"), *words)
         found[bits] = 1 - plan["output_bytes"] / plan["input_bytes"]
@@ -54,11 +53,11 @@ def shares_saved(model: str, work: Path) -> dict[int, float]:
 def compared(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `moetool compare`: every method at every ratio, `ders-quantize`, and the default in its bytes."""
     work: Path = options.work / Path(model).resolve().name
-    saved = shares_saved(model, options.work)
+    saved = shares_saved(model, options.work, options.bits)
     names = [f"{DEFAULT}=auto", *options.methods]
     rows = {name.partition("=")[0] for name in names}
     own = [option for option in OPTIONS if option.partition(":")[0] in rows]
-    for bits in BITS:
+    for bits in options.bits:
         names += [f"ders-quantize --bits {bits}=ders-quantize", f"{DEFAULT} {bits}=auto"]
         own += [f"ders-quantize --bits {bits}:bits={bits}", f"{DEFAULT} {bits}:ratio={saved[bits]:.5f}"]
     words = ["--methods", ",".join(names), "--ratios", ",".join(map(str, options.ratios)), "--data", options.data]
@@ -113,6 +112,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="texts to measure on, with commas")
     parser.add_argument("--methods", nargs="*", default=METHODS, metavar="NAME=METHOD", help="at every ratio")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.4, 0.6, 0.75])
+    parser.add_argument("--bits", nargs="*", type=int, default=[3, 4], help="of `ders-quantize`")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--windows", type=int, default=48, help="of every test text")
     parser.add_argument("--sequence-length", type=int, default=256)

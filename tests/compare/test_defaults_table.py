@@ -15,7 +15,6 @@ def defaults(monkeypatch: pytest.MonkeyPatch, run_cli: Any) -> Any:
     """The script, with few methods, whose commands run in this process."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("defaults")
-    monkeypatch.setattr(script, "BITS", (4,))
     monkeypatch.setattr(script, "moetool", lambda *words: json.loads(run_cli(*words, "--json").stdout))
     return script
 
@@ -27,7 +26,7 @@ def test_every_row_is_over_the_default_of_its_bytes(defaults, monkeypatch, tiny_
     (tmp_path / "other.txt").write_text("Something else. " * 200)
     output = tmp_path / "table.md"
     words = ["defaults.py", tiny_mixtral, "--data", ",".join(map(str, data)), "--ratios", 0.5, 0.99]
-    words += ["--methods", "quantize", "quantize --scheme layer=quantize"]
+    words += ["--methods", "quantize", "quantize --scheme layer=quantize", "--bits", 4]
     words += ["--samples", 4, "--windows", 4, "--sequence-length", 32, "--work", tmp_path / "work", "--output", output]
     monkeypatch.setattr("sys.argv", [*map(str, words)])
     defaults.main()
