@@ -165,12 +165,15 @@ class MoetoolQuantizer(HfQuantizer):
 
     def postprocess_model(self, model: "PreTrainedModel", **options: Any) -> "PreTrainedModel":
         """Finish loading: the model, whose weights are all in place, becomes an ordinary one."""
-        from moetool.runtime.attention import attend_by_kernels  # which needs more than is loaded with this module
+        # Which need more than is loaded with this module.
+        from moetool.runtime.attention import attend_by_kernels
+        from moetool.runtime.modules.token_attention import attend_in_one_call
 
         model = super().postprocess_model(model, **options)
         self._sparing.close()
         attend_by_kernels(model)
         multiply_by_kernels(model)
+        attend_in_one_call(model)
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:

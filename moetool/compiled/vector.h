@@ -1,0 +1,40 @@
+// The product of one token with a matrix in bf16, on a CPU: rows are read one after the other, as fast as memory gives them.
+// Sums are fp32 and come in the same order whatever the number of threads.
+#pragma once
+#include "matrices.h"
+
+constexpr long PIECE = 1 << 16;  // numbers of the matrix that are one thread's task
+constexpr int SUMS = 4;          // of a row, which do not wait for one another
+
+static inline vf widened(const uint16_t* p) { return (vf)((vu)shorts(p) << 16); }
+static inline float dot(const uint16_t* row, const float* x, long columns) {
+  vf sums[SUMS] = {};
+  long i = 0;
+  for (; i + SUMS * W <= columns; i += SUMS * W)
+    for (int s = 0; s < SUMS; s++) sums[s] += widened(row + i + s * W) * load(x + i + s * W);
+  for (; i + W <= columns; i += W) sums[0] += widened(row + i) * load(x + i);
+  float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < columns; i++) sum += number((const uint8_t*)row, BF16, i) * x[i];
+  return sum;
+}
+struct Projection {
+  const uint16_t* matrix;  // [rows, columns]
+  const uint8_t* bias;     // [rows], or null
+  int64_t rows, columns;
+};
+// Rows that are one thread's task.
+static inline long piece(const Projection& p) { return std::max(1L, PIECE / std::max(1L, (long)p.columns) / W) * W; }
+// y[begin to end] = M · x + bias, rounded once.
+static void project(const Projection& p, long begin, long end, const float* x, uint16_t* y) {
+  for (long first = begin; first < end; first += W) {
+    const long count = std::min(W, end - first);
+    float sums[W] = {};
+    for (long r = 0; r < count; r++) {
+      sums[r] = dot(p.matrix + (first + r) * p.columns, x, p.columns);
+      if (p.bias) sums[r] += number(p.bias, BF16, first + r);
+    }
+    uint16_t rounded[W];
+    store_bf16(rounded, load(sums));
+    memcpy(y + first, rounded, 2 * count);
+  }
+}

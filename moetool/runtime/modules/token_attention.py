@@ -1,0 +1,230 @@
+"""Self-attention of compressed models, in which a generated token takes one call instead of thirty operations."""
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moetool.compiled.compiler import problem
+from moetool.kernels.held import Held
+from moetool.kernels.self_attention import LANES, CacheRoom, HeadNorm, Projected, SelfAttention, rotates
+from moetool.runtime.attention import MOETOOL_ATTENTION
+from moetool.runtime.modules.known import says
+from moetool.runtime.modules.linear import TokenLinear
+
+# What the kernel computes, as transformers has it in some forty families. A family that says anything else keeps its
+# own.
+_FORWARD = """
+def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
+    input_shape = hidden_states.shape[:-1]
+    hidden_shape = (*input_shape, -1, self.head_dim)
+    query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    cos, sin = position_embeddings
+    query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+    if past_key_values is not None:
+        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, eager_attention_forward
+    )
+    attn_output, attn_weights = attention_interface(
+        self, query_states, key_states, value_states, attention_mask,
+        dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, **kwargs
+    )
+    attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+    attn_output = self.o_proj(attn_output)
+    return attn_output, attn_weights
+"""
+_NORMED = _FORWARD
+for _name in ("q", "k"):
+    _NORMED = _NORMED.replace(
+        f"self.{_name}_proj(hidden_states).view(hidden_shape)",
+        f"self.{_name}_norm(self.{_name}_proj(hidden_states).view(hidden_shape))",
+    )
+_NORM = """
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+"""
+_ROTATION = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+"""
+_HALVES = """
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+"""
+
+
+class TokenAttention(nn.Module):
+    """In front of a family's class of attention: one token without a mask by a kernel, all else as the family does."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    k_proj: nn.Linear
+    _made: tuple[SelfAttention | None, Held] | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[batch, tokens, hidden]` → `[batch, tokens, hidden]`, and None."""
+        if hidden_states.shape[:2] == (1, 1) and attention_mask is None and type(past_key_values) is DynamicCache:
+            output = self._token(hidden_states, position_embeddings, past_key_values)
+            if output is not None:
+                return output, None
+        found: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **options,
+        )
+        return found
+
+    def _token(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: DynamicCache) -> Tensor | None:
+        """What one token gets, whose key and value are in the cache then; None if that is not for the kernel."""
+        index, width = self.layer_idx, self.head_dim
+        is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+        if (
+            not is_eager
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or self.training
+            or rotation is None
+            or hidden.dtype != torch.bfloat16
+            or hidden.device.type != "cpu"
+            or type(hidden) is not Tensor
+            or cache.offloading
+            or index >= len(cache.layers)
+            or type(layer := cache.layers[index]) is not DynamicLayer
+            or not layer.is_initialized
+            or self.config._attn_implementation != MOETOOL_ATTENTION
+            or not all(rotates(own, width) for own in rotation)
+            or (kernel := self._kernel()) is None
+            or hidden.shape[2] != self.k_proj.in_features
+            or (room := _room(layer, self.k_proj.out_features // width, width)) is None
+        ):
+            return None
+        output = kernel(hidden.contiguous(), *rotation, room)
+        layer.keys, layer.values = room.held()
+        return output
+
+    def _kernel(self) -> SelfAttention | None:
+        """The kernel's form of it, made anew when tensors were replaced; None where modules are not what they were, or
+        others want to see what goes through them."""
+        parts: list[Any] = [getattr(self, name) for name in _PARTS if hasattr(self, name)]
+        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+            return None
+        if self._made is None or not self._made[1].is_current():
+            self._made = self._noted(parts), Held([self, *parts])
+        return self._made[0]
+
+    def _noted(self, parts: list[Any]) -> SelfAttention | None:
+        projections = [part for part in parts if type(part) is TokenLinear]
+        kinds: list[Any] = [type(part) for part in parts]
+        norms = [part for part, kind in zip(parts, kinds, strict=True) if _is_norm(kind)]
+        tensors = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
+        fits = (
+            len(projections) == 4
+            and len(norms) == (2 if hasattr(self, "q_norm") else 0)
+            and all(type(own) is nn.Parameter and own.dtype == torch.bfloat16 for own in tensors)
+            and all(own.device.type == "cpu" and own.is_contiguous() for own in tensors)
+            and all(norm.weight.shape == (self.head_dim,) for norm in norms)
+            and self.head_dim % LANES == 0
+            and not problem()
+        )
+        if not fits:
+            return None
+        query, key, value, out = (Projected(own.weight, own.bias) for own in projections)
+        rows, count = query.matrix.shape[0], key.matrix.shape[0]
+        if rows % self.head_dim or count % self.head_dim or rows % count or out.matrix.shape[1] != rows:
+            return None
+        if not query.matrix.shape[1] == key.matrix.shape[1] == value.matrix.shape[1] or value.matrix.shape[0] != count:
+            return None
+        both = [HeadNorm(norm.weight, norm.variance_epsilon) for norm in norms]
+        return SelfAttention(
+            (query, key, value, out), (both[0], both[1]) if both else None, self.head_dim, self.scaling
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_made"}  # which is made of addresses
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return _empty, (type(self).__bases__[1],), self.__getstate__()
+
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+
+
+def _room(layer: DynamicLayer, heads: int, width: int) -> CacheRoom | None:
+    """Where the next token of a cache's layer is to be written. It is the layer's alone: whoever crops it, or goes on
+    with a copy from an earlier token, gets memory of his own."""
+    keys, values = layer.keys, layer.values
+    room: CacheRoom | None = layer.__dict__.get("moetool_room")
+    if room is not None and room.continues(keys, values):
+        return room
+    for states in (keys, values):
+        if states.dtype != torch.bfloat16 or states.device.type != "cpu" or states.shape[:2] != (1, heads):
+            return None
+        if states.shape[3] != width or keys.shape[2] != values.shape[2]:
+            return None
+    room = layer.moetool_room = CacheRoom(keys, values)
+    return room
+
+
+def attend_in_one_call(model: nn.Module) -> None:
+    """Have the attention of a model, in place, run single tokens in one call, where the family's is known."""
+    for module in model.modules():
+        own: Any = type(module)
+        if _is_known(own):
+            module.__class__ = _in_front_of(own)
+
+
+@cache
+def _in_front_of(own: Any) -> Any:
+    """A class of the same name, for those who go by it."""
+    return type(own.__name__, (TokenAttention, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+def _empty(own: Any) -> nn.Module:
+    made = _in_front_of(own)
+    empty: nn.Module = made.__new__(made)
+    return empty
+
+
+@cache
+def _is_known(own: Any) -> bool:
+    """Whether a class computes what the kernel does, by its source."""
+    if not own.__name__.endswith("Attention") or issubclass(own, TokenAttention):
+        return False
+    family = sys.modules[own.__module__]
+    return (
+        (says(own.forward, _FORWARD) or says(own.forward, _NORMED))
+        and says(getattr(family, "apply_rotary_pos_emb", None), _ROTATION)
+        and says(getattr(family, "rotate_half", None), _HALVES)
+    )
+
+
+@cache
+def _is_norm(own: Any) -> bool:
+    return says(own.forward, _NORM)
