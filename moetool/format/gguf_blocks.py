@@ -39,6 +39,8 @@ class BlockType:
         scale_range: lowest and highest scale code.
         minimum_range: the same of minima; (0, 0) where a type has none.
         pack: bytes `[blocks, nbytes]` of blocks.
+        together: numbers whose magnitudes are a point of a list (`gguf_lattices`); 1 where each has its own code.
+        has_even_signs: whether of 8 numbers an even count is negative.
     """
 
     name: NumberType
@@ -49,6 +51,8 @@ class BlockType:
     scale_range: tuple[int, int]
     minimum_range: tuple[int, int]
     pack: Callable[[BlockParts], _Bytes]
+    together: int = 1
+    has_even_signs: bool = False
 
     def size(self, numbers: int) -> int:
         """Bytes that so many elements take in this type, whole blocks only."""
@@ -60,33 +64,34 @@ class BlockType:
         return self.minimum_range != (0, 0)
 
     @property
+    def is_lattice(self) -> bool:
+        """Whether several numbers have a code together."""
+        return self.together > 1
+
+    @property
+    def magnitudes(self) -> tuple[int, ...]:
+        """Levels above zero, ascending: of a lattice, those that the numbers of a point have before their signs."""
+        return tuple(level for level in self.levels if level > 0)
+
+    @property
+    def scale_step(self) -> int:
+        """Distance of neighboring scale codes: lattices have odd ones alone."""
+        return 2 if self.is_lattice else 1
+
+    @property
     def resolution(self) -> int:
         """Number of levels of a number by itself, or of the evenly spaced ones that lose about as much."""
-        return len(self.levels)
+        return {8: 4, 4: 8}.get(self.together, len(self.levels))
 
     @property
     def is_even(self) -> bool:
         """Whether the levels of codes are consecutive whole numbers, evenly spaced."""
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
 
-
-@dataclass(frozen=True)
-class LatticeType(BlockType):
-    """A type in which the magnitudes of several numbers together are a point of a list (`gguf_lattices`).
-
-    Attributes:
-        magnitudes: of a number, ascending; levels are these with both signs.
-        together: numbers of a point.
-        has_even_signs: whether of 8 numbers an even count is negative.
-    """
-
-    magnitudes: tuple[int, ...] = ()
-    together: int = 8
-    has_even_signs: bool = False
-
     @property
-    def resolution(self) -> int:
-        return 4 if self.together == 8 else 8
+    def is_symmetric(self) -> bool:
+        """Whether there is every level with both signs, so that the sign of a scale makes no difference."""
+        return self.levels[0] == -self.levels[-1]
 
 
 def _halves(numbers: NDArray[np.float16]) -> _Bytes:
@@ -173,10 +178,10 @@ def _iq4_xs(parts: BlockParts) -> _Bytes:
 
 def _lattice(
     name: NumberType, nbytes: int, group: int, magnitudes: tuple[int, ...], pack: Callable[[BlockParts], _Bytes]
-) -> LatticeType:
+) -> BlockType:
     levels = (*(-size for size in reversed(magnitudes)), *magnitudes)
     together, has_even_signs = 8 if len(magnitudes) == 3 else 4, not name.endswith("_s")
-    return LatticeType(name, 256, nbytes, group, levels, (1, 31), _NONE, pack, magnitudes, together, has_even_signs)
+    return BlockType(name, 256, nbytes, group, levels, (1, 31), _NONE, pack, together, has_even_signs)
 
 
 def _even(first: int, count: int) -> tuple[int, ...]:

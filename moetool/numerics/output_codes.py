@@ -66,18 +66,18 @@ def coded_for_outputs(
     ]
 
 
-def widest_scales(feedback: Feedback, noise: float) -> float | None:
+def widest_scales(flatness: float, noise: float) -> float | None:
     """Find the factor, raised to the powers that are tried, by which wider scales may serve better than those of the
     nearest codes.
 
     Args:
-        feedback: of the inputs.
+        flatness: of the inputs (`Feedback`).
         noise: share of a normal variable's energy that the nearest codes leave.
 
     Returns:
         `None` where nothing need be tried.
     """
-    widest: float = max(1.0, _FLAT / feedback.flatness) ** noise
+    widest: float = max(1.0, _FLAT / flatness) ** noise
     return widest if widest >= _LEAST else None
 
 
@@ -92,7 +92,7 @@ def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[C
     tried: dict[int, tuple[float, ...]] = {}  # how much wider, by part
     trials: list[Coded] = []
     for place, part in enumerate(parts):
-        widest = widest_scales(feedback, coder.noise.get(part.bits, 0.0))
+        widest = widest_scales(feedback.flatness, coder.noise.get(part.bits, 0.0))
         if widest is not None:
             count = min(TRIED_ROWS, len(part.matrix))
             few = slice(0, count * (len(part.matrix) // count), len(part.matrix) // count)

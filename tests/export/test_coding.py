@@ -1,14 +1,17 @@
 """Matrices in llama.cpp's blocks: nearest codes, and codes that lose least at the output."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.blocked import Blocked, first_scales, with_scales
+from moetool.compiled import compiler
+from moetool.export.gguf.blocked import Blocked, first_scales, nearest_blocks
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.descent import Descent
+from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
-from moetool.numerics.error_feedback import Feedback
 
 ROWS, COLUMNS = 24, 512
 # Relative squared error of the nearest codes for normal weights, with some room: what a uniform grid of as many levels
@@ -48,14 +51,14 @@ def test_nearest_codes_are_about_as_good_as_their_number_of_levels(kind: BlockTy
 
 @KINDS
 def test_on_inputs_codes_lose_a_third_at_the_most(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
-    chosen = block_codes(matrix, kind, Feedback.of(gram))
+    chosen = block_codes(matrix, kind, PreparedGram.of(gram))
     assert lost(matrix, chosen, gram) < lost(matrix, block_codes(matrix, kind), gram) / 3
 
 
 @KINDS
 def test_the_library_decodes_what_was_meant(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
     gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
-    chosen = block_codes(matrix, kind, Feedback.of(gram))
+    chosen = block_codes(matrix, kind, PreparedGram.of(gram))
     found = gguf.quants.dequantize(chosen.tobytes().numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
     assert torch.equal(torch.from_numpy(found), chosen.decoded().T)
 
@@ -63,7 +66,7 @@ def test_the_library_decodes_what_was_meant(kind: BlockType, matrix: Tensor, gra
 @KINDS
 def test_a_sweep_never_makes_a_row_worse(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
     inputs = matrix.T.contiguous()
-    blocked = with_scales(inputs, kind, *first_scales(inputs, kind, gram.diagonal()))
+    blocked = nearest_blocks(inputs, kind)
     descent = Descent(inputs, blocked, gram / gram.diagonal().mean())
     before = descent.lost()
     for _ in range(2):
@@ -75,11 +78,72 @@ def test_a_sweep_never_makes_a_row_worse(kind: BlockType, matrix: Tensor, gram: 
     torch.testing.assert_close((error * (descent.gram @ error)).sum(0), after, rtol=1e-3, atol=0)
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What has everything after it computed in plain torch."""
+    if problem := compiler.problem():
+        pytest.skip(problem)
+    return lambda: monkeypatch.setattr(compiler, "problem", lambda: "not here")
+
+
+@KINDS
+def test_compiled_and_plain_choose_as_well(
+    kind: BlockType, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
+) -> None:
+    """They add in another order, after which a code here and there is another one; most are the same."""
+    given, inputs = PreparedGram.of(gram), matrix.T.contiguous()
+    assert given is not None
+    compiled, scales = block_codes(matrix, kind, given), first_scales(inputs, kind, given.gram.diagonal())
+    plain()
+    other = block_codes(matrix, kind, given)
+    for own, expected in zip(scales, first_scales(inputs, kind, given.gram.diagonal()), strict=True):
+        assert float(torch.isclose(own, expected, rtol=1e-3).float().mean()) > 0.99
+    assert float((compiled.codes == other.codes).float().mean()) > (0.5 if len(kind.levels) > 100 else 0.8)
+    assert lost(matrix, compiled, gram) == pytest.approx(lost(matrix, other, gram), rel=0.02)
+
+
+@KINDS
+def test_one_sweep_is_the_same_compiled_and_plain(
+    kind: BlockType, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
+) -> None:
+    inputs, gram = matrix.T.contiguous(), gram / gram.diagonal().mean()
+    found = Descent(inputs, nearest_blocks(inputs, kind), gram)
+    found.sweep()
+    plain()
+    other = Descent(inputs, nearest_blocks(inputs, kind), gram)
+    other.sweep()
+    torch.testing.assert_close(found.lost().sum(), other.lost().sum(), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(("name", "columns"), [("q5_0", 96), ("q4_1", 288), ("iq4_nl", 544), ("q8_0", 32)])
+def test_widths_that_super_blocks_do_not_divide(name: str, columns: int, plain: Callable[[], None]) -> None:
+    torch.manual_seed(2)
+    given, draw = torch.randn(300, columns), torch.randn(5, columns)
+    draw[1] = 0
+    draw[2, 32:] = 0
+    draw[3] *= 1e-12  # below what the scales of blocks hold
+    gram, kind = given.T @ given, BLOCK_TYPES[name]
+    compiled = block_codes(draw, kind, PreparedGram.of(gram))
+    assert bool(compiled.decoded().isfinite().all())
+    assert not compiled.decoded()[:, 1].any()
+    plain()
+    assert lost(draw, compiled, gram) == pytest.approx(
+        lost(draw, block_codes(draw, kind, PreparedGram.of(gram)), gram), rel=0.02
+    )
+
+
+def test_one_row_alone_is_coded_as_among_others(matrix: Tensor, gram: Tensor) -> None:
+    given = PreparedGram.of(gram)
+    for name in ("q4_k", "q5_0"):
+        whole = block_codes(matrix, BLOCK_TYPES[name], given)
+        assert torch.equal(block_codes(matrix[5:6], BLOCK_TYPES[name], given).codes[:, 0], whole.codes[:, 5])
+
+
 @KINDS
 def test_zeros_stay_zeros(kind: BlockType, gram: Tensor) -> None:
     zeros = torch.zeros(3, COLUMNS)
-    for feedback in (None, Feedback.of(gram)):
-        assert torch.equal(block_codes(zeros, kind, feedback).decoded(), zeros.T)
+    for given in (None, PreparedGram.of(gram)):
+        assert torch.equal(block_codes(zeros, kind, given).decoded(), zeros.T)
 
 
 def test_inputs_that_were_never_given_do_no_harm(matrix: Tensor, gram: Tensor) -> None:
@@ -87,6 +151,6 @@ def test_inputs_that_were_never_given_do_no_harm(matrix: Tensor, gram: Tensor) -
     gram = gram.clone()
     gram[::4], gram[:, ::4] = 0, 0
     kind = BLOCK_TYPES["q4_k"]
-    error = block_codes(matrix, kind, Feedback.of(gram)).decoded().T - matrix
+    error = block_codes(matrix, kind, PreparedGram.of(gram)).decoded().T - matrix
     assert float(error.isfinite().all())
     assert float(error.norm() / matrix.norm()) < 0.5

@@ -11,8 +11,8 @@ from moetool.export.gguf import own_types
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.own_types import TypeLosses, own_menu, try_types
+from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
-from moetool.numerics.error_feedback import Feedback
 
 KINDS = [BLOCK_TYPES[name] for name in ("q2_k", "q4_k", "q8_0")]
 
@@ -64,25 +64,25 @@ def given() -> Tensor:
 def test_all_rows_tried_say_what_the_codes_lose(given: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_types, "_ROWS", 48)
     draw, losses = torch.Generator().manual_seed(1), TypeLosses(KINDS)
-    feedback, expected = Feedback.of(given), torch.zeros(len(KINDS), dtype=torch.float64)
-    assert feedback is not None
+    inputs, expected = PreparedGram.of(given), torch.zeros(len(KINDS), dtype=torch.float64)
+    assert inputs is not None
     for _ in range(2):
         rows, sensitivity = torch.randn(48, 256, generator=draw), torch.rand(48, generator=draw)
-        try_types([losses], [rows], given.diagonal(), [sensitivity], feedback)
+        try_types([losses], [rows], given.diagonal(), [sensitivity], inputs)
         for index, kind in enumerate(KINDS):
-            errors = (rows - block_codes(rows, kind, feedback).decoded().T).double()
+            errors = (rows - block_codes(rows, kind, inputs).decoded().T).double()
             expected[index] += ((errors @ given.double() * errors).sum(1) * sensitivity).sum()
     torch.testing.assert_close(torch.tensor(losses.estimates(), dtype=torch.float64), expected, rtol=1e-3, atol=0)
 
 
 def test_a_few_rows_and_experts_stand_for_all(given: Tensor) -> None:
     """An expert that is not tried counts by what its inputs and gradients are, to a tenth of what it would lose."""
-    draw, feedback = torch.Generator().manual_seed(1), Feedback.of(given)
+    draw, inputs = torch.Generator().manual_seed(1), PreparedGram.of(given)
     tried, whole = TypeLosses(KINDS), TypeLosses(KINDS)
     for number, scale in enumerate((1.0, 3.0)):
         rows, sensitivity = torch.randn(128, 256, generator=draw) * scale, torch.rand(128, generator=draw)
-        try_types([whole], [rows], given.diagonal(), [sensitivity], feedback)
-        try_types([tried], [rows], given.diagonal(), [sensitivity], feedback if number == 0 else None)
+        try_types([whole], [rows], given.diagonal(), [sensitivity], inputs)
+        try_types([tried], [rows], given.diagonal(), [sensitivity], inputs if number == 0 else None)
     for few, all_ in zip(tried.estimates(), whole.estimates(), strict=True):
         assert few == pytest.approx(all_, rel=0.1)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockType, LatticeType
+from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockType
 from moetool.format.gguf_lattices import lattice_points
 from moetool.format.gguf_parts import BlockParts
 
@@ -18,7 +18,7 @@ def parts_of(kind: BlockType) -> BlockParts:
     scales, minima = (random.integers(low, high + 1, (BLOCKS, groups)).astype(np.int16) for low, high in limits)
     d, dmin = random.standard_normal((2, BLOCKS)).astype(np.float16)
     codes = random.integers(0, len(kind.levels), (BLOCKS, kind.numbers)).astype(np.uint8)
-    if isinstance(kind, LatticeType):
+    if kind.is_lattice:
         points, count = lattice_points(kind.name), len(kind.magnitudes)
         sizes = points[random.integers(0, len(points), (BLOCKS, kind.numbers // kind.together))].reshape(BLOCKS, -1, 8)
         is_negative = random.integers(0, 2, sizes.shape) == 1

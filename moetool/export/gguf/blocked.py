@@ -4,14 +4,18 @@ Tensors here are `[in, out]`, `[groups, out]` or `[blocks, out]`: what one input
 side, as error feedback goes from input to input.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moetool.export.gguf import compiled_blocks
 from moetool.export.gguf.lattice import nearest_in_list
-from moetool.format.gguf_blocks import BlockType, LatticeType
+from moetool.format.gguf_blocks import BlockType
 from moetool.format.gguf_parts import BlockParts
 
 # Scales tried, by the share of the one that holds a group's largest number; fewer levels want smaller ones.
@@ -48,18 +52,35 @@ class Blocked:
         """Number of groups of a block, which share its `d` and `dmin`."""
         return self.kind.numbers // self.kind.group
 
-    def scale(self) -> Tensor:
-        """Effective scale of every group, `[groups, out]`: that of its block times its own code."""
-        return self.d.repeat_interleave(self.groups_per_block, 0) * self.scales
+    @classmethod
+    def joined(cls, parts: Sequence["Blocked"]) -> Self:
+        """The rows of several matrices with as many inputs in blocks of one type, one below the other."""
+        return cls(parts[0].kind, *(torch.cat(own, 1) for own in zip(*(part.numbers for part in parts), strict=True)))
 
-    def minimum(self) -> Tensor:
-        """`[groups, out]`: what is subtracted from a level times its scale."""
-        return self.dmin.repeat_interleave(self.groups_per_block, 0) * self.minima
+    def span(self, first: int, last: int) -> Self:
+        """A view of the blocks of every row from `first` to before `last`, through which they can be changed."""
+        numbers, groups = self.kind.numbers, self.groups_per_block
+        of_groups, blocks = slice(first * groups, last * groups), slice(first, last)
+        codes, own = self.codes[first * numbers : last * numbers], (self.scales[of_groups], self.minima[of_groups])
+        return type(self)(self.kind, codes, *own, self.d[blocks], self.dmin[blocks])
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """All that the blocks hold: codes, scales, minima, `d` and `dmin`."""
+        return self.codes, self.scales, self.minima, self.d, self.dmin
+
+    def effective(self) -> tuple[Tensor, Tensor]:
+        """Scale and minimum of every group, `[groups, out]`: those of its block times its own codes."""
+        count = self.groups_per_block
+        return self.d.repeat_interleave(count, 0) * self.scales, self.dmin.repeat_interleave(count, 0) * self.minima
 
     def decoded(self) -> Tensor:
         """Decode the blocks to a matrix `[in, out]` fp32, bit by bit as llama.cpp does."""
-        values = levels_of(self.kind, self.codes).unflatten(0, (-1, self.kind.group))
-        return values.mul_(self.scale()[:, None]).sub_(self.minimum()[:, None]).flatten(0, 1)
+        values, (scale, minimum) = (
+            levels_of(self.kind, self.codes).unflatten(0, (-1, self.kind.group)),
+            self.effective(),
+        )
+        return values.mul_(scale[:, None]).sub_(minimum[:, None]).flatten(0, 1)
 
     def tobytes(self) -> Tensor:
         """The blocks of every row, one after the other: `[out, bytes]` uint8."""
@@ -94,24 +115,25 @@ def nearest_levels(kind: BlockType, places: Tensor) -> Tensor:
 
 def nearest_codes(kind: BlockType, places: Tensor) -> Tensor:
     """The code of the level nearest to each place, uint8; `places` are overwritten."""
-    if isinstance(kind, LatticeType):
-        return nearest_in_list(kind, places)
+    if kind.is_lattice:
+        found = compiled_blocks.nearest_points if compiled_blocks.runs_on(places) else nearest_in_list
+        return found(kind, places)
     if kind.is_even:
         return nearest_levels(kind, places).sub_(kind.levels[0]).to(torch.uint8)
     return _between(kind, places)
 
 
 def _between(kind: BlockType, places: Tensor) -> Tensor:
-    levels = torch.tensor(kind.levels, dtype=torch.float32, device=places.device)
-    return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    found = torch.zeros_like(places, dtype=torch.uint8)
+    for low, high in pairwise(kind.levels):  # faster than bucketize
+        found += places > (low + high) / 2
+    return found
 
 
 def nearest_scales(kind: BlockType, places: Tensor) -> Tensor:
     """The code of a scale nearest to each place; `places` are overwritten."""
     low, high = kind.scale_range
-    if isinstance(kind, LatticeType):  # odd ones alone
-        return places.sub_(1).div_(2).round_().mul_(2).add_(1).clamp_(low, high)
-    return places.round_().clamp_(low, high)
+    return places.sub_(low).div_(kind.scale_step).round_().mul_(kind.scale_step).add_(low).clamp_(low, high)
 
 
 def inverse(numbers: Tensor) -> Tensor:
@@ -134,10 +156,17 @@ def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tenso
         kind: of blocks.
         energy: `[in]` fp32, how much the squared error of each input counts.
     """
+    weights = energy + 1e-6 * energy.mean() + torch.finfo(torch.float32).tiny
+    clips = _CLIPS.get(kind.resolution, _MANY)
+    if compiled_blocks.runs_on(inputs):
+        return compiled_blocks.fit_scales(kind, inputs, weights, clips)
+    return fit_scales(kind, inputs, weights, clips)
+
+
+def fit_scales(kind: BlockType, inputs: Tensor, energy: Tensor, clips: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Find scales and minima as `first_scales` does, in plain torch, trying `clips` times the span of each group."""
     numbers = inputs.unflatten(0, (-1, kind.group))
     weights = energy.unflatten(0, (-1, kind.group))[..., None]
-    weights = weights + 1e-6 * weights.mean() + torch.finfo(torch.float32).tiny
-    clips = _CLIPS.get(kind.resolution, _MANY)
     low = numbers.amin(1)
     if kind.has_minimum:
         low = low.clamp_max(0) if kind.minimum_range[0] == 0 else low
@@ -146,9 +175,8 @@ def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tenso
     else:
         high = numbers.amax(1)
         largest = torch.where(high > -low, high, low) / kind.levels[0]
-        signs = (1, -1) if len(kind.levels) <= 16 else (1,)
-        if isinstance(kind, LatticeType):  # which has every level with both signs
-            largest, signs = largest.abs(), (1,)
+        largest = largest.abs() if kind.is_symmetric else largest
+        signs = (1, -1) if len(kind.levels) <= 16 and not kind.is_symmetric else (1,)
         starts = [(largest * clip * sign, torch.zeros_like(low)) for clip in clips for sign in signs]
     best, found = torch.full_like(low, torch.inf), starts[-1]
     for scale, minimum in starts:
@@ -183,15 +211,21 @@ def _least_squares(
     return torch.where(usable, fitted, scale), torch.where(usable, shift, minimum)
 
 
-def with_scales(inputs: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor) -> Blocked:
-    """The nearest codes `[in, out]` under scales and minima `[groups, out]`, rounded to what blocks hold."""
+def with_scales(kind: BlockType, scale: Tensor, minimum: Tensor) -> Blocked:
+    """Blocks without codes under scales and minima `[groups, out]`, rounded to what blocks hold."""
     scales, d = _coded(scale, kind, kind.scale_range)
     minima, dmin = _coded(minimum, kind, kind.minimum_range)
     scales = nearest_scales(kind, scales)
     minima = minima.round_().clamp_(*kind.minimum_range)
-    blocked = Blocked(kind, torch.empty_like(inputs, dtype=torch.uint8), scales, minima, d, dmin)
-    places = inputs.unflatten(0, (-1, kind.group)) + blocked.minimum()[:, None]
-    places.mul_(inverse(blocked.scale())[:, None])
+    codes = torch.empty(len(scale) * kind.group, scale.shape[1], dtype=torch.uint8, device=scale.device)
+    return Blocked(kind, codes, scales, minima, d, dmin)
+
+
+def nearest_blocks(inputs: Tensor, kind: BlockType) -> Blocked:
+    """Blocks of a matrix `[in, out]` fp32 with its nearest codes."""
+    blocked = with_scales(kind, *first_scales(inputs, kind, inputs.new_ones(len(inputs))))
+    scale, minimum = blocked.effective()
+    places = (inputs.unflatten(0, (-1, kind.group)) + minimum[:, None]).mul_(inverse(scale)[:, None])
     blocked.codes.copy_(nearest_codes(kind, places).flatten(0, 1))
     return blocked
 

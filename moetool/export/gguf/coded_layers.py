@@ -23,12 +23,12 @@ from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.measuring import calibrated_view
 from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf import EXPERTS, layer_in_file
 from moetool.format.gguf_blocks import BLOCK_TYPES
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.job.options import TextOptions
-from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.gram import Gram
 
 
@@ -109,9 +109,9 @@ class CodedLayers:
             self._calibrated.sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
         for path, names in named.items():
-            feedback = Feedback.of(grams[path])
+            inputs = PreparedGram.of(grams[path])
             for name in names:
-                [found[name]] = self._coded([name], [torch.cat(list(self._tensors[name].parts()))], feedback)
+                [found[name]] = self._coded([name], [torch.cat(list(self._tensors[name].parts()))], inputs)
         if experts is not None:
             found |= self._coded_experts(layer, experts)
         save_tensors(self._file(layer), found)
@@ -122,12 +122,12 @@ class CodedLayers:
         for roles in (reader.shape.entering, ("down",)):
             names = [name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors]
             for expert, matrices in enumerate(zip(*(self._tensors[name].parts() for name in names), strict=True)):
-                feedback = Feedback.of(grams.gram(expert, roles[0]))
-                for name, blocks in zip(names, self._coded(names, matrices, feedback), strict=True):
+                inputs = PreparedGram.of(grams.gram(expert, roles[0]))
+                for name, blocks in zip(names, self._coded(names, matrices, inputs), strict=True):
                     found[name].append(blocks)
         return {name: torch.cat(blocks) for name, blocks in found.items()}
 
-    def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], feedback: Feedback | None) -> list[Tensor]:
+    def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], inputs: PreparedGram | None) -> list[Tensor]:
         """Blocks of matrices on the same inputs; those of one type go together."""
         found: dict[str, Tensor] = {}
         for number in dict.fromkeys(self._tensors[name].type for name in names):
@@ -138,6 +138,6 @@ class CodedLayers:
                 if not is_finite(matrix):
                     raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
             whole = torch.cat([matrix.to(self._job.device).float() for matrix in own.values()])
-            blocks = block_codes(whole, BLOCK_TYPES[number], feedback).tobytes()
+            blocks = block_codes(whole, BLOCK_TYPES[number], inputs).tobytes()
             found |= zip(own, blocks.split([len(matrix) for matrix in own.values()]), strict=True)
         return [found[name] for name in names]

@@ -1,27 +1,20 @@
 """Codes and scales of blocks, moved one after the other to where the output of a matrix loses least.
 
 What is lost is tr(E G E^T) for errors E and the Gram matrix G of the inputs. As a function of one scale, minimum or
-code alone that is a parabola, whose lowest point is known from the error's image E G. Group by group a scale code and a
-minimum code are set to the best that there is, then every code; and block by block the fp16 numbers that scale and
-minimum codes are multiplied with. Nothing is ever made worse. One sweep takes as much work as one product with G.
+code alone that is a parabola, whose lowest point is known from the error's image E G. Of a span of some blocks it is
+taken from the errors of all inputs; within the span it follows every change (`compiled_blocks`, `plain_descent`).
+Nothing is ever made worse. One sweep takes as much work as one product with G.
 """
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from moetool.export.gguf.blocked import (
-    Blocked,
-    fp16,
-    inverse,
-    levels_of,
-    nearest_codes,
-    nearest_levels,
-    nearest_scales,
-)
-from moetool.export.gguf.lattice import TOGETHER, best_in_list
-from moetool.format.gguf_blocks import LatticeType
+from moetool.export.gguf import compiled_blocks
+from moetool.export.gguf.blocked import Blocked
+from moetool.export.gguf.plain_descent import descend
+
+_SPAN = 256  # inputs
 
 
 @dataclass
@@ -39,132 +32,28 @@ class Descent:
     gram: Tensor
 
     def __post_init__(self) -> None:
-        self._values = self.blocked.decoded()
-        self._image = self.gram @ (self.inputs - self._values)
+        self._errors = self.inputs - self.blocked.decoded()
 
     def sweep(self) -> None:
         """Improve the codes and scales of all blocks and groups once, one after the other."""
-        kind, count = self.blocked.kind, self.blocked.groups_per_block
-        for block in range(len(self.blocked.d)):
-            self._set_units(block)
-            for group in range(block * count, (block + 1) * count):
-                part = slice(group * kind.group, (group + 1) * kind.group)
-                before, image = self._values[part].clone(), self._image[part].clone()
-                if count > 1:
-                    self._set_scale(group, part, image)
-                self._set_codes(group, part, image)
-                self._image.addmm_(self.gram[:, part], self._values[part] - before, alpha=-1)
+        own, numbers = self.blocked, self.blocked.kind.numbers
+        step = _SPAN // numbers
+        for first in range(0, len(own.d), step):
+            last = min(first + step, len(own.d))
+            part, span = slice(first * numbers, last * numbers), own.span(first, last)
+            image = self.gram[part] @ self._errors
+            if compiled_blocks.runs_on(image):
+                compiled_blocks.descend(own.kind, span.numbers, self.gram[part, part], image)
+            else:
+                descend(span, self.gram[part, part], image)
+            self._errors[part] = self.inputs[part] - span.decoded()
 
     def lost(self) -> Tensor:
         """Squared error at every output on the calibration inputs, `[out]`."""
-        return ((self.inputs - self._values) * self._image).sum(0)
+        return (self.gram @ self._errors).mul_(self._errors).sum(0)
 
-    def _set_units(self, block: int) -> None:
-        """The best `d` and `dmin` of a block for the codes that it has."""
-        own, kind, count = self.blocked, self.blocked.kind, self.blocked.groups_per_block
-        part, groups = (
-            slice(block * kind.numbers, (block + 1) * kind.numbers),
-            slice(block * count, (block + 1) * count),
-        )
-        gram, image = self.gram[part, part], self._image[part]
-        levels = levels_of(kind, own.codes[part])
-        a = levels.unflatten(0, (-1, kind.group)).mul_(own.scales[groups][:, None]).flatten(0, 1)
-        under = gram @ a
-        aa, ax = (a * under).sum(0), (a * image).sum(0)
-        if not kind.has_minimum:
-            d = fp16(own.d[block] + ax * inverse(aa))
-            dmin = own.dmin[block]
-        else:
-            b = own.minima[groups].repeat_interleave(kind.group, 0)
-            bb, ab, bx = (b * (gram @ b)).sum(0), (b * under).sum(0), (b * image).sum(0)
-            determinant = aa * bb - ab * ab
-            usable = determinant > 1e-4 * aa * bb
-            over = torch.where(usable, inverse(determinant), 0)
-            d = own.d[block] + torch.where(usable, (ax * bb - ab * bx) * over, ax * inverse(aa))
-            dmin = own.dmin[block] - torch.where(usable, (bx * aa - ab * ax) * over, 0)
-            d, dmin = fp16(d), fp16(dmin)
-        found = Blocked(kind, own.codes[part], own.scales[groups], own.minima[groups], d[None], dmin[None]).decoded()
-        change = found.sub_(self._values[part])
-        better = _gain(change, image, gram @ change) > 0
-        own.d[block] = torch.where(better, d, own.d[block])
-        own.dmin[block] = torch.where(better, dmin, own.dmin[block])
-        change.mul_(better)
-        self._values[part] += change
-        self._image.addmm_(self.gram[:, part], change, alpha=-1)
-
-    def _set_scale(self, group: int, part: slice, image: Tensor) -> None:
-        """The best codes of a group's scale and minimum; the `image` of its own inputs follows."""
-        own, kind = self.blocked, self.blocked.kind
-        block = group // own.groups_per_block
-        d, dmin, scale, minimum = own.d[block], own.dmin[block], own.scales[group], own.minima[group]
-        gram, a = self.gram[part, part], levels_of(kind, own.codes[part])
-        under = gram @ a
-        aa, ax = (a * under).sum(0), (a * image).sum(0)
-        low, high = kind.scale_range
-        if not kind.has_minimum:
-            best = nearest_scales(kind, scale + ax * inverse(aa * d))
-            step = (best - scale) * d
-            best = torch.where(step * (2 * ax - step * aa) > 0, best, scale)
-            own.scales[group] = best
-            self._move(part, a * (best * d), image)
-            return
-        bb, ab, bx = gram.sum(), under.sum(0), image.sum(0)
-        determinant = (aa * bb - ab * ab).clamp_min(1e-6 * aa * bb)
-        ideal = scale + (ax * bb - ab * bx) * inverse(determinant * d)
-        best_gain, best, best_minimum = torch.zeros_like(d), scale, minimum
-        for place in (ideal.floor(), ideal.ceil(), scale):
-            tried = place.clamp(low, high)
-            step = (tried - scale) * d
-            # Of v = a s − m, m is best where the rest of the error has no mean under the Gram matrix.
-            other = (minimum + (step * ab - bx) * inverse(bb * dmin)).round_().clamp_(*kind.minimum_range)
-            shift = (other - minimum) * dmin
-            gain = 2 * (step * ax - shift * bx) - step * (step * aa - 2 * shift * ab) - shift * shift * bb
-            better = gain > best_gain
-            best_gain, best = torch.where(better, gain, best_gain), torch.where(better, tried, best)
-            best_minimum = torch.where(better, other, best_minimum)
-        own.scales[group], own.minima[group] = best, best_minimum
-        self._move(part, a * (best * d) - best_minimum * dmin, image)
-
-    def _move(self, part: slice, values: Tensor, image: Tensor) -> None:
-        image.addmm_(self.gram[part, part], values - self._values[part], alpha=-1)
-        self._values[part] = values
-
-    def _set_codes(self, group: int, part: slice, image: Tensor) -> None:
-        """The best code of every input of a group, one after the other."""
-        own, kind = self.blocked, self.blocked.kind
-        block = group // own.groups_per_block
-        scale, minimum = own.d[block] * own.scales[group], own.dmin[block] * own.minima[group]
-        over, gram, values = inverse(scale), self.gram[part, part], self._values[part]
-        if isinstance(kind, LatticeType):
-            own.codes[part] = self._set_points(kind, scale, gram, values, image, own.codes[part])
-            return
-        for index, energy in enumerate(gram.diagonal().tolist()):
-            now = values[index]
-            place = torch.add(now, image[index], alpha=1 / energy).add_(minimum).mul_(over)
-            found = nearest_levels(kind, place).mul_(scale).sub_(minimum)
-            image.addr_(gram[:, index], found - now, alpha=-1)
-            values[index] = found
-        own.codes[part] = nearest_codes(kind, (values + minimum).mul_(over))
-
-    def _set_points(
-        self, kind: LatticeType, scale: Tensor, gram: Tensor, values: Tensor, image: Tensor, codes: Tensor
-    ) -> Tensor:
-        """The best points of a group, those of 8 inputs one after the other; `values` and `image` follow."""
-        over = inverse(scale)
-        for start in range(0, kind.group, TOGETHER):
-            part = slice(start, start + TOGETHER)
-            metric, now = gram[part, part], values[part].clone()
-            place = torch.linalg.solve(metric, image[part]).add_(now).mul_(over)
-            found = best_in_list(kind, place, metric)
-            change = levels_of(kind, found).mul_(scale).sub_(now)
-            better = _gain(change, image[part], metric @ change) > 0
-            change.mul_(better)
-            codes[part] = torch.where(better, found, codes[part])
-            values[part] = torch.where(better, levels_of(kind, found).mul_(scale), now)
-            image.addmm_(gram[:, part], change, alpha=-1)
-        return codes
-
-
-def _gain(change: Tensor, image: Tensor, under: Tensor) -> Tensor:
-    """`[out]`: how much less is lost after a change of values."""
-    return (change * (2 * image - under)).sum(0)
+    def shares(self) -> Tensor:
+        """How much of each output's squares points where the original did, `[out]`: 1 where nothing is lost."""
+        image = self.gram @ self.inputs
+        whole, lost = (image * self.inputs).sum(0), image.mul_(self._errors).sum(0)
+        return (1 - lost / whole).nan_to_num(1.0)

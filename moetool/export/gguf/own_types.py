@@ -20,6 +20,7 @@ from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.measuring import calibrated_view
 from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.tensor_types import Menu
 from moetool.format.gguf import EXPERTS, layer_in_file
 from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
@@ -27,7 +28,6 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.job.options import TextOptions
 from moetool.job.result import CalibrationFacts
-from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.work import Work, altogether
 
 # Left out are those that lose more than another of as many bytes: q2_k more than iq2_s, q3_k more than iq3_s.
@@ -96,7 +96,7 @@ def try_types(
     matrices: Sequence[Tensor],
     given: Tensor,
     sensitivities: Sequence[Tensor],
-    feedback: Feedback | None,
+    inputs: PreparedGram | None,
 ) -> None:
     """Add matrices that have the same inputs to the losses of their tensors, which have the same types on offer.
 
@@ -105,22 +105,22 @@ def try_types(
         matrices: `[out, in]`.
         given: `[in]`, Σ over tokens of the squared inputs.
         sensitivities: `[out]` of each, mean squared gradients.
-        feedback: of the inputs, with which some rows are coded; `None` where none are.
+        inputs: of the inputs, with which some rows are coded; `None` where none are.
     """
     few, weights = [], []
     for own, matrix, sensitivity in zip(losses, matrices, sensitivities, strict=True):
         rows, sensitivity = matrix.float(), sensitivity.float()
         step = slice(0, None, -(-len(rows) // _ROWS))
         carried = own.count(rows, given, sensitivity)
-        if feedback is not None:
+        if inputs is not None:
             own.tried(carried[step].sum().item())
         few.append(rows[step])
         weights.append(sensitivity[step])
-    if feedback is None:
+    if inputs is None:
         return
     together = torch.cat(few)
     for index, kind in enumerate(losses[0].kinds):
-        errors = feedback.output_errors(together - block_codes(together, kind, feedback).decoded().T)
+        errors = inputs.output_errors(together - block_codes(together, kind, inputs).decoded().T)
         for own, lost, weight in zip(losses, errors.split([len(rows) for rows in few]), weights, strict=True):
             own.add(index, (lost @ weight).item())
 
@@ -152,7 +152,7 @@ def measure_types(
                     [torch.cat(list(tensors[name].parts())).to(job.device) for name in own],
                     moments.by_name[own[0]].given[0],
                     [moments.sensitivity(name) for name in own],
-                    Feedback.of(grams[path]),
+                    PreparedGram.of(grams[path]),
                 )
         if experts is not None:
             _try_experts(job, layer, losses, tensors, moments, experts)
@@ -181,13 +181,13 @@ def _try_experts(
         counts = moments.by_name[names[0]].counts.tolist()
         busiest = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)[:_EXPERTS]
         for expert, matrices in enumerate(zip(*(tensors[name].parts() for name in names), strict=True)):
-            feedback = Feedback.of(grams.gram(expert, roles[0])) if expert in busiest and counts[expert] else None
+            inputs = PreparedGram.of(grams.gram(expert, roles[0])) if expert in busiest and counts[expert] else None
             try_types(
                 [losses[name] for name in names],
                 [matrix.to(job.device) for matrix in matrices],
                 moments.by_name[names[0]].given[expert],
                 [moments.by_name[name].sensitivity[expert] for name in names],
-                feedback,
+                inputs,
             )
 
 

@@ -1,0 +1,76 @@
+"""What the inputs of a matrix tell about its codes: their Gram matrix, and its factor."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from moetool.export.gguf.lattice import TOGETHER
+
+_DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
+_SILENT = 1e-6  # share of the mean energy that inputs without any are given
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedGram:
+    """A Gram matrix prepared for choosing codes, shared by all matrices on the same inputs and by all types.
+
+    Attributes:
+        gram: `[in, in]` fp32, in units of the mean energy, damped.
+        order: `[in]`, inputs in eights from those that carry most, while many are left to make good for their errors.
+        factor: `[in, in]` fp32 in that order, the upper triangular R of gram = R R^T.
+        damping: `[in]` fp32, what was added to the diagonal of the Gram matrix.
+        energy: of an input, in the mean.
+        flatness: determinant of the correlation matrix to the power of 1 / in, from 1 where no input tells of another.
+    """
+
+    gram: Tensor
+    order: Tensor
+    factor: Tensor
+    damping: Tensor
+    energy: float
+    flatness: float
+
+    @classmethod
+    def of(cls, gram: Tensor) -> Self | None:
+        """Prepare a Gram matrix `[in, in]`, the sum of x x^T over inputs x; it may be singular, and 8 divides `in`.
+
+        Returns:
+            `None` where all inputs are zero: then any error is as good as another.
+
+        Raises:
+            ValueError: it is not square, 8 does not divide it, or it is not finite.
+        """
+        size = len(gram)
+        if gram.shape != (size, size) or size % TOGETHER or not bool(gram.sum().isfinite()):
+            raise ValueError(f"codes are chosen by a finite Gram matrix in eights of inputs, not [{size}, {size}]")
+        energy = gram.diagonal().double().mean().item()
+        if not energy > 0:
+            return None
+        scaled = torch.div(gram, energy, out=torch.empty_like(gram, dtype=torch.float32))
+        damping = scaled.diagonal() * _DAMPING + _SILENT
+        scaled.diagonal().add_(damping)
+        first = scaled.diagonal().unflatten(0, (-1, TOGETHER)).sum(1).argsort(descending=True, stable=True) * TOGETHER
+        order = (first[:, None] + torch.arange(TOGETHER, device=gram.device)).flatten()
+        # With ones on the diagonal no pivot lies below the damping, which fp32 resolves. Backwards: a lower factor of
+        # the inputs in reverse is an upper one of the inputs in order.
+        back, size_of = order.flip(0), scaled.diagonal().sqrt()
+        unit = (1 / size_of)[back]
+        correlation = scaled[back][:, back].mul_(unit).mul_(unit[:, None])
+        factor, failed = torch.linalg.cholesky_ex(correlation)
+        if int(failed):
+            factor = torch.linalg.cholesky(correlation.double()).float()
+        flatness = factor.diagonal().double().log().mean().mul(2).exp().item()
+        factor = factor.flip(0, 1).mul_(size_of[order][:, None]).contiguous()
+        return cls(scaled, order, factor, damping, energy, flatness)
+
+    def output_errors(self, errors: Tensor) -> Tensor:
+        """Squared error at the output of every row of `errors` `[rows, in]`, `[rows]` fp32, not below zero."""
+        found = ((errors @ self.gram) * errors).sum(1) - errors.square() @ self.damping
+        return found.clamp_min_(0) * self.energy
+
+    def check(self, inputs: int) -> None:
+        """Raise `ValueError` unless these are so many inputs."""
+        if len(self.order) != inputs:
+            raise ValueError(f"a matrix of {inputs} inputs has no Gram matrix of {len(self.order)}")
