@@ -1,5 +1,5 @@
-// Self-attention of one token in bf16 from its projections to its output, by the threads of one parallel region, which wait in
-// it for one another. What torch rounds between its operations is rounded here, too.
+// Self-attention of one token in bf16 from its projections to its output, and the layer around it up to its experts, by the
+// threads of one parallel region, which wait in it for one another. What torch rounds between operations is rounded here, too.
 #include <cmath>
 #include "attention.h"
 #include "vector.h"
@@ -11,23 +11,19 @@ struct SelfAttention {
   float query_epsilon, key_epsilon, scale;
 };
 struct Task { const Projection* projection; long begin, end; uint16_t* y; };
-struct Rooms {
-  std::vector<float> x, mixed;
-  std::vector<uint16_t> projected, attended;
-  std::vector<Task> tasks;
-};
-
+// Where a token's key and value are written: behind `length` others in memory [heads of keys, room, width].
+struct Cache { uint16_t *keys, *values; long room, length; };
 static inline vf rounded(vf v) {
   uint16_t own[W];
   store_bf16(own, v);
   return widened(own);
 }
-// A head's root mean square becomes 1, before the weight.
-static void norm(uint16_t* head, const uint16_t* weight, long width, float epsilon) {
+// The root mean square of `width` numbers becomes 1, before the weight. Out may be in.
+static void norm(const uint16_t* in, const uint16_t* weight, long width, float epsilon, uint16_t* out) {
   vf squares{};
-  for (long i = 0; i < width; i += W) squares += widened(head + i) * widened(head + i);
+  for (long i = 0; i < width; i += W) squares += widened(in + i) * widened(in + i);
   const float inverse = 1 / std::sqrt(total(squares) / width + epsilon);
-  for (long i = 0; i < width; i += W) store_bf16(head + i, rounded(widened(head + i) * inverse) * widened(weight + i));
+  for (long i = 0; i < width; i += W) store_bf16(out + i, rounded(widened(in + i) * inverse) * widened(weight + i));
 }
 // The two halves of a head are the coordinates that are rotated.
 static void rotate(uint16_t* head, const uint16_t* cosine, const uint16_t* sine, long width) {
@@ -42,57 +38,123 @@ static void widen(const uint16_t* from, long begin, long end, float* to) {
   for (long i = begin; i < end; i++) to[i] = number((const uint8_t*)from, BF16, i);
 }
 
-// y [out rows] of x [columns]; its key and its value are written behind the `length` that `keys` and `values` [heads of keys,
-// room, width] hold.
-extern "C" void moetool_self_attention(const SelfAttention* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine,
-                                       uint16_t* keys, uint16_t* values, long room, long length, uint16_t* y, int threads) {
-  static thread_local Rooms kept;
-  Rooms& rooms = kept;  // other threads have none of what is this one's own
-  const SelfAttention& s = *own;
-  const long width = s.width, mixed = s.heads * width;
-  rooms.x.resize(s.query.columns);
-  rooms.projected.resize((s.heads + 2 * s.keys) * width);
-  rooms.attended.resize(mixed);
-  rooms.mixed.resize(mixed);
-  rooms.tasks.clear();
-  widen(x, 0, s.query.columns, rooms.x.data());
-  uint16_t* places[] = {rooms.projected.data(), rooms.projected.data() + mixed, rooms.projected.data() + mixed + s.keys * width};
-  const Projection* projections[] = {&s.query, &s.key, &s.value};
-  for (int p = 0; p < 3; p++)
-    for (long begin = 0, step = piece(*projections[p]); begin < projections[p]->rows; begin += step)
-      rooms.tasks.push_back({projections[p], begin, std::min((long)projections[p]->rows, begin + step), places[p]});
-  const Cached key{(const uint8_t*)keys, 0, room * width, width}, value{(const uint8_t*)values, 0, room * width, width};
-  const Attention attention{BF16,  1,     s.keys,  s.heads / s.keys, length + 1, width, width, (const uint8_t*)places[0],
-                            key,   value, nullptr, 0,                s.scale,    (uint8_t*)rooms.attended.data()};
-  const long step = piece(s.out);
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> scores;
+// The attention of a layer: planned by one thread, done by all of a parallel region. Kept from call to call, with its memory.
+class Attending {
+ public:
+  void plan(const SelfAttention& own, const uint16_t* input, const Cache& cache) {
+    s = own, to = cache;
+    const long width = s.width, all = s.heads * width;
+    x.resize(s.query.columns);
+    projected.resize((s.heads + 2 * s.keys) * width);
+    attended.resize(all);
+    mixed.resize(all);
+    tasks.clear();
+    widen(input, 0, s.query.columns, x.data());
+    uint16_t* places[] = {projected.data(), projected.data() + all, projected.data() + all + s.keys * width};
+    const Projection* projections[] = {&s.query, &s.key, &s.value};
+    for (int p = 0; p < 3; p++)
+      for (long begin = 0, step = piece(*projections[p]); begin < projections[p]->rows; begin += step)
+        tasks.push_back({projections[p], begin, std::min((long)projections[p]->rows, begin + step), places[p]});
+    const Cached key{(const uint8_t*)to.keys, 0, to.room * width, width};
+    const Cached value{(const uint8_t*)to.values, 0, to.room * width, width};
+    attention = {BF16, 1, s.keys, s.heads / s.keys, to.length + 1, width, width, (const uint8_t*)places[0],
+                 key, value, nullptr, 0, s.scale, (uint8_t*)attended.data()};
+  }
+  // y [out rows]; of every thread.
+  void share(const uint16_t* cosine, const uint16_t* sine, uint16_t* y) {
+    const long width = s.width, each = s.heads / s.keys * width, step = piece(s.out);
 #pragma omp for schedule(dynamic)
-    for (long i = 0; i < (long)rooms.tasks.size(); i++) {
-      const Task& task = rooms.tasks[i];
-      project(*task.projection, task.begin, task.end, rooms.x.data(), task.y);
-    }
+    for (long i = 0; i < (long)tasks.size(); i++) project(*tasks[i].projection, tasks[i].begin, tasks[i].end, x.data(), tasks[i].y);
 #pragma omp for
     for (long h = 0; h < s.heads + s.keys; h++) {
       const bool is_key = h >= s.heads;
-      uint16_t* head = places[0] + h * width;
+      uint16_t* head = projected.data() + h * width;
       if (const uint16_t* weight = is_key ? s.key_norm : s.query_norm)
-        norm(head, weight, width, is_key ? s.key_epsilon : s.query_epsilon);
+        norm(head, weight, width, is_key ? s.key_epsilon : s.query_epsilon, head);
       rotate(head, cosine, sine, width);
       if (!is_key) continue;
-      const long to = ((h - s.heads) * room + length) * width;
-      memcpy(keys + to, head, 2 * width);
-      memcpy(values + to, head + s.keys * width, 2 * width);
+      const long place = ((h - s.heads) * to.room + to.length) * width;
+      memcpy(to.keys + place, head, 2 * width);
+      memcpy(to.values + place, head + s.keys * width, 2 * width);
     }
+    std::vector<float> scores;
 #pragma omp for schedule(static)
     for (long i = 0; i < s.keys; i++) {
       attend<BF16>(attention, i, scores);
-      const long each = mixed / s.keys;
-      widen(rooms.attended.data(), i * each, (i + 1) * each, rooms.mixed.data());
+      widen(attended.data(), i * each, (i + 1) * each, mixed.data());
     }
 #pragma omp for schedule(dynamic)
     for (long begin = 0; begin < s.out.rows; begin += step)
-      project(s.out, begin, std::min((long)s.out.rows, begin + step), rooms.mixed.data(), y);
+      project(s.out, begin, std::min((long)s.out.rows, begin + step), mixed.data(), y);
   }
+
+ private:
+  SelfAttention s;
+  Cache to;
+  Attention attention;
+  std::vector<float> x, mixed;
+  std::vector<uint16_t> projected, attended;
+  std::vector<Task> tasks;
+};
+
+// y [out rows] of x [columns].
+extern "C" void moetool_self_attention(const SelfAttention* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine,
+                                       uint16_t* keys, uint16_t* values, long room, long length, uint16_t* y, int threads) {
+  static thread_local Attending kept;
+  Attending& attending = kept;  // other threads have none of what is this one's own
+  attending.plan(*own, x, {keys, values, room, length});
+#pragma omp parallel num_threads(threads)
+  attending.share(cosine, sine, y);
+}
+
+// What a layer does around its experts: norm, attention, what was before added, another norm, and the router if it has one.
+struct Layer {
+  SelfAttention attention;
+  const uint16_t *before, *after;  // weights of the norms, [hidden], a multiple of W
+  float before_epsilon, after_epsilon;
+  Projection router;               // [experts, hidden]; no matrix if there is none
+  int64_t chosen, normalizes;      // experts of a token, and whether their weights add up to 1
+};
+// The largest logits, of equal ones the first, and their shares of all.
+static void choose(const Layer& layer, const uint16_t* logits, int64_t* experts, float* weights) {
+  const long count = layer.router.rows;
+  std::vector<float> values(count);
+  widen(logits, 0, count, values.data());
+  float most = -INFINITY, all = 0, sum = 0;
+  for (float value : values) most = std::max(most, value);
+  for (float value : values) all += std::exp(value - most);
+  for (long k = 0; k < layer.chosen; k++) {
+    const long best = std::max_element(values.begin(), values.end()) - values.begin();
+    experts[k] = best;
+    sum += weights[k] = std::exp(values[best] - most) / all;
+    values[best] = -INFINITY;
+  }
+  for (long k = 0; layer.normalizes && k < layer.chosen; k++) weights[k] /= sum;
+}
+// Of x [hidden]: what goes on beside the experts, `stream`, and what they are given, `normed`; which ones, and their weights.
+extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine, uint16_t* keys,
+                              uint16_t* values, long room, long length, uint16_t* stream, uint16_t* normed, int64_t* experts,
+                              float* weights, int threads) {
+  static thread_local struct { Attending attending; std::vector<float> normed; std::vector<uint16_t> logits; } kept;
+  auto& rooms = kept;
+  const Layer& layer = *own;
+  const long hidden = layer.attention.query.columns;
+  norm(x, layer.before, hidden, layer.before_epsilon, normed);
+  rooms.attending.plan(layer.attention, normed, {keys, values, room, length});
+  rooms.normed.resize(hidden);
+  rooms.logits.resize(layer.router.rows);
+#pragma omp parallel num_threads(threads)
+  {
+    rooms.attending.share(cosine, sine, stream);
+#pragma omp single
+    {
+      for (long i = 0; i < hidden; i += W) store_bf16(stream + i, widened(x + i) + widened(stream + i));
+      norm(stream, layer.after, hidden, layer.after_epsilon, normed);
+      widen(normed, 0, hidden, rooms.normed.data());
+    }
+#pragma omp for
+    for (long begin = 0; begin < layer.router.rows; begin += W)
+      project(layer.router, begin, std::min((long)layer.router.rows, begin + W), rooms.normed.data(), rooms.logits.data());
+  }
+  if (layer.router.matrix) choose(layer, rooms.logits.data(), experts, weights);
 }

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from moetool.compiled.compiler import library, threads
 
-LANES = 32  # numbers in a head are a multiple of it
 _MORE = 256  # tokens that a cache has room for when it grows, or half of those it holds
 
 
-class _Projection(ctypes.Structure):
+class Projection(ctypes.Structure):
     """As vector.h has it."""
 
     _fields_ = (
@@ -25,11 +24,11 @@ class _Projection(ctypes.Structure):
     )
 
 
-class _SelfAttention(ctypes.Structure):
+class SelfAttentionStruct(ctypes.Structure):
     """As projected.cpp has it."""
 
     _fields_ = (
-        *((name, _Projection) for name in ("query", "key", "value", "out")),
+        *((name, Projection) for name in ("query", "key", "value", "out")),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("heads", "keys", "width")),
@@ -80,8 +79,8 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class HeadNorm:
-    """The norm of the root mean square of every head, its weight `[width]` in bf16."""
+class RootMeanSquare:
+    """A norm of numbers by the root of their mean square, its weight `[width]` in bf16."""
 
     weight: Tensor
     epsilon: float
@@ -93,7 +92,7 @@ class SelfAttention:
     def __init__(
         self,
         projections: tuple[Projected, Projected, Projected, Projected],
-        norms: tuple[HeadNorm, HeadNorm] | None,
+        norms: tuple[RootMeanSquare, RootMeanSquare] | None,
         width: int,
         scale: float,
     ) -> None:
@@ -106,9 +105,9 @@ class SelfAttention:
             scale: of products of queries and keys.
         """
         query, key, _, self._out = projections
-        self._own = _SelfAttention(
+        self._own = SelfAttentionStruct(
             *(
-                _Projection(own.matrix.data_ptr(), None if own.bias is None else own.bias.data_ptr(), *own.matrix.shape)
+                Projection(own.matrix.data_ptr(), None if own.bias is None else own.bias.data_ptr(), *own.matrix.shape)
                 for own in projections
             ),
             *([None, None] if norms is None else [norm.weight.data_ptr() for norm in norms]),
@@ -119,6 +118,11 @@ class SelfAttention:
             scale,
         )
         self._address = ctypes.addressof(self._own)
+
+    @property
+    def structure(self) -> ctypes.Structure:
+        """The struct `SelfAttention` of projected.cpp."""
+        return self._own
 
     def __call__(self, hidden: Tensor, cosine: Tensor, sine: Tensor, room: CacheRoom) -> Tensor:
         """`[1, 1, hidden]` → `[1, 1, out]`, where the token's rotation is `[1, 1, width]` each; all in bf16 and

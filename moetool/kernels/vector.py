@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moetool.compiled.compiler import library, problem, threads
 
+LANES = 16  # numbers of a vector
 _SMALL = 1 << 15  # numbers of a matrix that one thread reads sooner than others could begin
 
 

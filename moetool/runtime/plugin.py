@@ -168,12 +168,14 @@ class MoetoolQuantizer(HfQuantizer):
         # Which need more than is loaded with this module.
         from moetool.runtime.attention import attend_by_kernels
         from moetool.runtime.modules.token_attention import attend_in_one_call
+        from moetool.runtime.modules.token_layer import decode_in_few_calls
 
         model = super().postprocess_model(model, **options)
         self._sparing.close()
         attend_by_kernels(model)
         multiply_by_kernels(model)
         attend_in_one_call(model)
+        decode_in_few_calls(model)
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:

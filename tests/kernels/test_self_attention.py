@@ -10,7 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, ap
 from moetool.compiled.compiler import problem
 from moetool.kernels import self_attention, vector
 from moetool.kernels.attention import attend
-from moetool.kernels.self_attention import CacheRoom, HeadNorm, Projected, SelfAttention
+from moetool.kernels.self_attention import CacheRoom, Projected, RootMeanSquare, SelfAttention
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason=problem())
 HEADS = ((4, 4), (6, 2), (7, 1))  # of queries, and of keys
@@ -41,7 +41,9 @@ def operands(heads: tuple[int, int], width: int, length: int, bias: bool) -> tup
     return made, tensors
 
 
-def one_by_one(own: list[Projected], given: list[Tensor], norms: list[HeadNorm], width: int) -> tuple[Tensor, ...]:
+def one_by_one(
+    own: list[Projected], given: list[Tensor], norms: list[RootMeanSquare], width: int
+) -> tuple[Tensor, ...]:
     hidden, cosine, sine, keys, values = given
     query, key, value = (
         vector.linear(hidden, part.matrix, part.bias).view(1, 1, -1, width).transpose(1, 2) for part in own[:3]
@@ -54,7 +56,7 @@ def one_by_one(own: list[Projected], given: list[Tensor], norms: list[HeadNorm],
     return vector.linear(mixed, own[3].matrix, own[3].bias), keys, values
 
 
-def _normed(heads: Tensor, norm: HeadNorm) -> Tensor:
+def _normed(heads: Tensor, norm: RootMeanSquare) -> Tensor:
     made = Qwen3MoeRMSNorm(heads.shape[-1], norm.epsilon).bfloat16()
     made.weight.data = norm.weight
     return made(heads)
@@ -77,7 +79,7 @@ def test_the_same_bits(heads: tuple[int, int], instructions: str, monkeypatch: p
 @torch.no_grad()
 def test_norms_of_heads() -> None:
     own, given = operands((6, 2), 64, 20, False)
-    norms = HeadNorm(numbers(64), 1e-3), HeadNorm(numbers(64), 0.5)
+    norms = RootMeanSquare(numbers(64), 1e-3), RootMeanSquare(numbers(64), 0.5)
     output = SelfAttention(tuple(own), norms, 64, 0.3)(*given[:3], CacheRoom(*given[3:]))
     right, _, _ = one_by_one(own, given, list(norms), 64)
     assert (output - right).float().norm() < 5e-3 * right.float().norm()

@@ -1,10 +1,13 @@
-"""Recognition of code of transformers by its source: what a kernel may stand for."""
+"""Recognition of code of transformers by its source, and classes in front of those that a kernel may stand for."""
 
 import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+from torch import nn
 
 _UNUSED = {"sliding_window", "position_ids", "use_cache"}  # passed on, and without effect where masks know of windows
 
@@ -36,3 +39,38 @@ def _plain(source: str) -> str:
             kept = [keyword for keyword in node.keywords if keyword.arg not in _UNUSED]
             node.keywords = sorted(kept, key=lambda keyword: keyword.arg or "")
     return ast.unparse(found)
+
+
+class InFront(nn.Module):
+    """In front of a class of transformers: does some of what that does by kernels, and leaves it the rest.
+
+    Attributes:
+        made: what was found out about tensors that may be replaced, not copied and not saved.
+    """
+
+    made: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "made"}
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        front, behind = type(self).__bases__
+        return _empty, (front, behind), self.__getstate__()
+
+
+@cache
+def in_front_of(behind: Any, front: Any) -> Any:
+    """The class `front` before a class of transformers, by whose name it goes."""
+    names = {"__module__": behind.__module__, "__qualname__": behind.__qualname__}
+    return type(behind.__name__, (front, behind), names)
+
+
+def _empty(front: Any, behind: Any) -> nn.Module:
+    made = in_front_of(behind, front)
+    empty: nn.Module = made.__new__(made)
+    return empty
+
+
+def is_watched(*modules: Any) -> bool:
+    """Whether somebody wants to see what goes through these modules, so that none may be left out."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)

@@ -1,6 +1,7 @@
 """Self-attention of compressed models, in which a generated token takes one call instead of thirty operations."""
 
 import sys
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,9 +11,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moetool.compiled.compiler import problem
 from moetool.kernels.held import Held
-from moetool.kernels.self_attention import LANES, CacheRoom, HeadNorm, Projected, SelfAttention, rotates
+from moetool.kernels.self_attention import CacheRoom, Projected, RootMeanSquare, SelfAttention, rotates
+from moetool.kernels.vector import LANES
 from moetool.runtime.attention import MOETOOL_ATTENTION
-from moetool.runtime.modules.known import says
+from moetool.runtime.modules.known import InFront, in_front_of, is_watched, says
 from moetool.runtime.modules.linear import TokenLinear
 
 # What the kernel computes, as transformers has it in some forty families. A family that says anything else keeps its
@@ -69,7 +71,7 @@ def rotate_half(x):
 """
 
 
-class TokenAttention(nn.Module):
+class TokenAttention(InFront):
     """In front of a family's class of attention: one token without a mask by a kernel, all else as the family does."""
 
     config: Any
@@ -77,7 +79,8 @@ class TokenAttention(nn.Module):
     head_dim: int
     scaling: float
     k_proj: nn.Linear
-    _made: tuple[SelfAttention | None, Held] | None = None
+    o_proj: nn.Linear
+    made: tuple[SelfAttention | None, Held] | None
 
     def forward(
         self,
@@ -88,10 +91,11 @@ class TokenAttention(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, tokens, hidden]` → `[batch, tokens, hidden]`, and None."""
-        if hidden_states.shape[:2] == (1, 1) and attention_mask is None and type(past_key_values) is DynamicCache:
-            output = self._token(hidden_states, position_embeddings, past_key_values)
-            if output is not None:
-                return output, None
+        ready = self.ready(hidden_states, position_embeddings, attention_mask, past_key_values)
+        if ready is not None and position_embeddings is not None:
+            output = ready.kernel(hidden_states.contiguous(), *position_embeddings, ready.room)
+            ready.keep()
+            return output, None
         found: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states,
             position_embeddings=position_embeddings,
@@ -101,48 +105,50 @@ class TokenAttention(nn.Module):
         )
         return found
 
-    def _token(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: DynamicCache) -> Tensor | None:
-        """What one token gets, whose key and value are in the cache then; None if that is not for the kernel."""
-        index, width = self.layer_idx, self.head_dim
-        is_eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+    def ready(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None, cache: Any
+    ) -> "Ready | None":
+        """What one token needs to attend by a kernel; None if it is not for that."""
         if (
-            not is_eager
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or self.training
+            hidden.shape[:2] != (1, 1)
+            or mask is not None
+            or type(cache) is not DynamicCache
             or rotation is None
             or hidden.dtype != torch.bfloat16
             or hidden.device.type != "cpu"
             or type(hidden) is not Tensor
+            or self.training
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()  # type: ignore[attr-defined]
             or cache.offloading
-            or index >= len(cache.layers)
-            or type(layer := cache.layers[index]) is not DynamicLayer
+            or self.layer_idx >= len(cache.layers)
+            or type(layer := cache.layers[self.layer_idx]) is not DynamicLayer
             or not layer.is_initialized
             or self.config._attn_implementation != MOETOOL_ATTENTION
-            or not all(rotates(own, width) for own in rotation)
+            or not all(rotates(own, self.head_dim) for own in rotation)
             or (kernel := self._kernel()) is None
             or hidden.shape[2] != self.k_proj.in_features
-            or (room := _room(layer, self.k_proj.out_features // width, width)) is None
+            or (room := _room(layer, self.k_proj.out_features // self.head_dim, self.head_dim)) is None
         ):
             return None
-        output = kernel(hidden.contiguous(), *rotation, room)
-        layer.keys, layer.values = room.held()
-        return output
+        return Ready(kernel, layer, room)
 
     def _kernel(self) -> SelfAttention | None:
         """The kernel's form of it, made anew when tensors were replaced; None where modules are not what they were, or
         others want to see what goes through them."""
         parts: list[Any] = [getattr(self, name) for name in _PARTS if hasattr(self, name)]
-        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+        if is_watched(*parts):
             return None
-        if self._made is None or not self._made[1].is_current():
-            self._made = self._noted(parts), Held([self, *parts])
-        return self._made[0]
+        if self.made is None or not self.made[1].is_current():
+            self.made = self._noted(parts), Held([self, *parts])
+        return self.made[0]
 
     def _noted(self, parts: list[Any]) -> SelfAttention | None:
         projections = [part for part in parts if type(part) is TokenLinear]
         kinds: list[Any] = [type(part) for part in parts]
-        norms = [part for part, kind in zip(parts, kinds, strict=True) if _is_norm(kind)]
+        norms = [part for part, kind in zip(parts, kinds, strict=True) if is_norm(kind)]
         tensors = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
         fits = (
             len(projections) == 4
@@ -150,7 +156,7 @@ class TokenAttention(nn.Module):
             and all(type(own) is nn.Parameter and own.dtype == torch.bfloat16 for own in tensors)
             and all(own.device.type == "cpu" and own.is_contiguous() for own in tensors)
             and all(norm.weight.shape == (self.head_dim,) for norm in norms)
-            and self.head_dim % LANES == 0
+            and self.head_dim % (2 * LANES) == 0  # of two halves that are rotated
             and not problem()
         )
         if not fits:
@@ -161,16 +167,23 @@ class TokenAttention(nn.Module):
             return None
         if not query.matrix.shape[1] == key.matrix.shape[1] == value.matrix.shape[1] or value.matrix.shape[0] != count:
             return None
-        both = [HeadNorm(norm.weight, norm.variance_epsilon) for norm in norms]
+        both = [RootMeanSquare(norm.weight, norm.variance_epsilon) for norm in norms]
         return SelfAttention(
             (query, key, value, out), (both[0], both[1]) if both else None, self.head_dim, self.scaling
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_made"}  # which is made of addresses
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+@dataclass(frozen=True)
+class Ready:
+    """A token's attention: the kernel, and where its key and its value are to be written in a cache's layer."""
+
+    kernel: SelfAttention
+    layer: DynamicLayer
+    room: CacheRoom
+
+    def keep(self) -> None:
+        """Have the cache hold what has been written."""
+        self.layer.keys, self.layer.values = self.room.held()
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
@@ -197,19 +210,7 @@ def attend_in_one_call(model: nn.Module) -> None:
     for module in model.modules():
         own: Any = type(module)
         if _is_known(own):
-            module.__class__ = _in_front_of(own)
-
-
-@cache
-def _in_front_of(own: Any) -> Any:
-    """A class of the same name, for those who go by it."""
-    return type(own.__name__, (TokenAttention, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
-
-
-def _empty(own: Any) -> nn.Module:
-    made = _in_front_of(own)
-    empty: nn.Module = made.__new__(made)
-    return empty
+            module.__class__ = in_front_of(own, TokenAttention)
 
 
 @cache
@@ -226,5 +227,6 @@ def _is_known(own: Any) -> bool:
 
 
 @cache
-def _is_norm(own: Any) -> bool:
+def is_norm(own: Any) -> bool:
+    """Whether a class is the norm by the root mean square that the kernels know."""
     return says(own.forward, _NORM)
