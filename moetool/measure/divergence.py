@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
-from moetool.architectures.dense import is_encoder
+from moetool.calibration.comparable import check_comparable
 from moetool.calibration.opening import Tokenizer
-from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import InvalidInputError, ResourceError, UsageError, VerificationError
+from moetool.errors import ResourceError, VerificationError
 from moetool.job.progress import Progress, phase
 from moetool.measure.loading import both_fit, computed_in, load_for
 from moetool.measure.options import LoadedOptions
 from moetool.measure.predictions import Predictions, exp_loss, prediction_losses
 from moetool.measure.results import Divergence
+from moetool.numerics.divergence import divergence
 
 POSITIONS = 256  # whose distributions are compared at once, in fp64
 
@@ -50,7 +50,7 @@ def compared(original: Tensor, logits: Tensor) -> tuple[float, int]:
     for ours, theirs in pairs:
         ours = ours.to(theirs.device)
         p, q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-        kl += (p.exp() * (p - q)).sum().item()
+        kl += divergence(p, q).sum().item()
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
     return kl, same
 
@@ -178,36 +178,6 @@ def _note_all(
     model = load_for(original, options.device, options.compute_dtype, progress)
     with phase(progress, "Original", len(batches)):
         return [_note(file, place, asked.logits(model, rows), progress) for rows in batches]
-
-
-def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raise unless both predict tokens of the same vocabulary, from what is before them or from all others."""
-    check_tokens(original, model, tokenizer)
-    sizes = [whole_number(one.settings, "vocab_size") for one in (original, model)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise InvalidInputError(
-            f"{original.path} predicts {sizes[0]} tokens and {model.path} {sizes[1]}: models of different vocabularies "
-            "cannot be compared token by token."
-        )
-
-
-def check_tokens(original: Checkpoint, model: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raise unless a text is the same tokens to both, predicted in the same way; `tokenizer` is the second's.
-
-    Raises:
-        UsageError: one is an encoder, and the other is not.
-        InvalidInputError: the vocabularies of their tokenizers differ.
-    """
-    if is_encoder(original.config) != is_encoder(model.config):
-        encoder = original if is_encoder(original.config) else model
-        raise UsageError(f"{encoder.path} is an encoder, and the other is not: they do not predict the same.")
-    theirs, ours = load_tokenizer(original.path).get_vocab(), tokenizer.get_vocab()
-    if theirs != ours:
-        different = len(theirs.items() ^ ours.items())
-        raise InvalidInputError(
-            f"The tokenizers of {original.path} and {model.path} differ in {different} entries: the same text is "
-            "other tokens to each, so neither predictions nor perplexities can be compared. Evaluate each by itself."
-        )
 
 
 def _note(file: BinaryIO, place: Path, logits: Tensor, progress: Progress) -> Noted:

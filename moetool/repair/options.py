@@ -6,9 +6,10 @@ from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
 
-# By default: rates of the small tensors and of all, and the weight of the routers' divergence, which so comes to two
-# or three times that of predictions.
-RATE, RATE_IN_FULL, ROUTING = 0.002, 0.003, 80.0
+# By default: rates of the small tensors and of all, and weights of the routers' divergence. With all experts it so
+# comes to two or three times that of predictions; where fewer are left it tells less.
+RATE, RATE_IN_FULL = 0.002, 0.003
+ROUTING, ROUTING_OF_FEWER = 80.0, 20.0
 
 
 class RepairOptions(RunOptions, TextOptions):
@@ -32,11 +33,13 @@ class RepairOptions(RunOptions, TextOptions):
         None,
         ge=0,
         description="Weight of the KL divergence of the routers' choices, the mean over layers, beside that of "
-        f"predictions [default: {ROUTING:g}; 0 where experts were left out].",
+        f"predictions [default: {ROUTING:g}; {ROUTING_OF_FEWER:g} where experts were left out].",
     )
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
     held_out: int = Field(
-        8, ge=1, description="Windows that are not trained on, of the calibration text and as many of the bundled text."
+        16,
+        ge=1,
+        description="Windows that are not trained on, of the calibration text and as many of the bundled text.",
     )
     evaluations: int = Field(4, ge=1, description="Evaluations on held-out windows, the last after the last step.")
     top_logits: int = Field(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.job import Source
+from moetool.numerics.divergence import divergence
 
 # Of each expert of a model, those of the original that it is or was merged of; `None` where they are the same.
 MadeOf: TypeAlias = Sequence[Sequence[int]] | None
@@ -96,4 +97,4 @@ def routing_divergence(logits: Sequence[Tensor], original: Tensor) -> Tensor:
         original: `[windows, length, layers, experts]`, as `routing_logs` gives them.
     """
     ours = torch.stack([own.float().log_softmax(-1) for own in logits], 1)
-    return nn.functional.kl_div(ours, original.flatten(0, 1), reduction="none", log_target=True).sum(-1).mean()
+    return divergence(original.flatten(0, 1), ours).mean()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
+from moetool.calibration.comparable import check_comparable
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import manifest_of
@@ -31,7 +32,6 @@ from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
-from moetool.measure.divergence import check_comparable
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
@@ -40,7 +40,7 @@ from moetool.repair.costs import (
     noted_bytes,
     repair_phases,
 )
-from moetool.repair.options import RATE, RATE_IN_FULL, ROUTING, RepairOptions
+from moetool.repair.options import RATE, RATE_IN_FULL, ROUTING, ROUTING_OF_FEWER, RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.routing import RoutingTarget, routing_target
 from moetool.repair.texts import Texts, draw_texts
@@ -120,12 +120,12 @@ class Repair(Stage[RepairOptions]):
 
     @cached_property
     def _routing(self) -> float:
-        """Weight of the routers' divergence: by default none where experts were left out. What is left has to do their
-        work, too, and where the original would send a token of theirs tells little."""
+        """Weight of the routers' divergence. Experts that are left do the work of those that are gone, too: where the
+        original would send a token tells less of them."""
         if self.options.routing is not None:
             return self.options.routing
         is_whole = self.source.architecture.routed_to == self._teacher.architecture.routed_to
-        return ROUTING if is_whole else 0.0
+        return ROUTING if is_whole else ROUTING_OF_FEWER
 
     @cached_property
     def _target(self) -> RoutingTarget | None:

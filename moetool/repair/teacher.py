@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moetool.checkpoint.files import save_tensors
 from moetool.job.progress import Progress
+from moetool.numerics.divergence import divergence
 from moetool.repair.routing import RoutingTarget, routing_logs
 from moetool.runtime.modules.routers import Routers
 
@@ -50,7 +51,7 @@ class NotedPredictions(NamedTuple):
         """KL divergence in nats `[...]` of predictions by logits `[..., vocabulary]` from these, with all tokens beyond
         the likeliest taken as one: never more than that over the whole vocabulary."""
         own = logits.float().log_softmax(-1).gather(-1, self.tokens.long())
-        found = (self.logs.exp() * (self.logs - own)).sum(-1)
+        found = divergence(self.logs, own)
         if self.logs.shape[-1] == logits.shape[-1]:
             return found
         rest, left = self.rest.clamp_min(_LITTLE), (1 - own.exp().sum(-1)).clamp_min(_LITTLE)

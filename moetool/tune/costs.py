@@ -16,12 +16,23 @@ COUNTED = 32_768  # tokens of the examples on which choices of experts are count
 
 
 def training_phases(
-    checkpoint: Checkpoint, tokens: int, steps: int, trained: int, *, bf16: bool, again: bool, chooses: bool
+    checkpoint: Checkpoint,
+    tokens: int,
+    steps: int,
+    trained: int,
+    *,
+    bf16: bool,
+    again: bool,
+    chooses: bool,
+    teacher: Checkpoint | None = None,
 ) -> Phases:
     """The phases of a training of so many tokens in so many steps that moves `trained` numbers of a checkpoint; `again`
-    if forwards are made twice for less memory, `chooses` if the experts that learn are chosen before."""
+    if forwards are made twice for less memory, `chooses` if the experts that learn are chosen before. A `teacher` sees
+    all tokens, too."""
     made = COEFFICIENTS
     work = _training_work(checkpoint, tokens, steps, trained, 1 + made.backward + again, bf16=bf16)
+    if teacher is not None:
+        work += _training_work(teacher, tokens, steps, 0, 1, bf16=bf16)
     choosing = _training_work(checkpoint, COUNTED, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),

@@ -8,6 +8,7 @@ from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.job.options import RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
+TEACHER_SHARE = 0.5
 
 
 class TuneOptions(RunOptions):
@@ -44,6 +45,18 @@ class TuneOptions(RunOptions):
         le=1,
         description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
         f"choices of the examples' tokens [default: {TASK_SHARE}].",
+    )
+    teacher: str | None = Field(
+        None,
+        description="A model with the same tokenizer, a directory or hub id, whose predictions are learnt, too "
+        "(distillation). It stays in memory.",
+    )
+    teacher_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the loss that is the divergence from the teacher's predictions; the rest is that of the "
+        f"text [default: {TEACHER_SHARE}].",
     )
     freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
     lora_rank: int | None = Field(

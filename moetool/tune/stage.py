@@ -1,10 +1,9 @@
 """Instruction-tuning of an MoE model, or of any causal language model."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
+from moetool.calibration.comparable import check_comparable
 from moetool.calibration.data import data_files
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
@@ -25,18 +25,20 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module, kinds
 from moetool.format.marker import moetool_entry
-from moetool.job.blueprint import layer_of
+from moetool.job.blueprint import layer_of, open_for_planning
 from moetool.job.job import Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import sharding
 from moetool.job.result import Details, Sizes
 from moetool.job.shards import ShardPlan
-from moetool.job.stage import Effect, Stage
+from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
+from moetool.runtime.loading import loading_memory
+from moetool.tune.checks import check_options
 from moetool.tune.costs import training_phases
-from moetool.tune.options import TASK_SHARE, TuneOptions
+from moetool.tune.options import TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
@@ -91,15 +93,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     effect: ClassVar[Effect] = "trains"
 
     def plan(self) -> Plan:
-        _check_trackers(self.options.report_to)
-        if self.options.freeze_shared and self.options.train == "all":
-            raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
-        self._check_task_experts()
-        if self.options.compute_dtype not in ("auto", "bfloat16" if self.options.bf16 else "float32"):
-            raise UsageError(
-                f"--compute-dtype {self.options.compute_dtype}: tune holds weights in float32 and computes in it, or "
-                "with --bf16 in bfloat16; float16 would need a loss scale that it does not search for."
-            )
+        check_options(self.options)
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
@@ -118,6 +112,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
         steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
+        taught = 0 if self._teacher is None else loading_memory(self._teacher, torch.float32).needed + 2 * logits
         phases = training_phases(
             checkpoint,
             steps * per_step,
@@ -126,34 +121,29 @@ class Tune(Stage[TuneOptions, AnySource]):
             bf16=options.bf16,
             again=options.gradient_checkpointing,
             chooses=options.train == "task-experts",
+            teacher=self._teacher,
         )
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
-            memory_bytes=600_000_000 + 4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples,
+            memory_bytes=600_000_000
+            + (4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples)
+            + taught,
             phases=phases,
             details={"parameters": numbers, "tokens_per_step": per_step},
         )
 
-    def _check_task_experts(self) -> None:
-        """Raise `UsageError` for options that would change more than the experts of `--train task-experts`."""
-        options = self.options
-        if options.train != "task-experts":
-            if options.task_share is not None:
-                raise UsageError("--task-share is for --train task-experts: give both or neither.")
-            return
-        if options.lora_rank is not None or options.quantize_base != "none":
-            raise UsageError("--train task-experts trains nothing else: leave out --lora-rank and --quantize-base.")
-        if options.freeze_shared:
-            raise UsageError("--freeze-shared is for experts that are deltas to a base, which task-experts are not.")
-        if options.weight_decay:
-            raise UsageError(
-                "--weight-decay would shrink the experts that --train task-experts leaves alone: leave it out."
-            )
-        if (tool := sharding()) is not None:
-            raise UsageError(f"--train task-experts has not been tried with {tool}: leave one of them out.")
+    @cached_property
+    def _teacher(self) -> Checkpoint | None:
+        return None if self.options.teacher is None else open_for_planning(self.options.teacher)
+
+    def inputs(self) -> Mapping[str, Checkpoint]:
+        return {**super().inputs(), **({} if self._teacher is None else {"teacher": self._teacher})}
+
+    def reads(self) -> list[Path]:
+        return [*super().reads(), *found_here([self.options.teacher] if self.options.teacher else [])]
 
     def _check_sharding(self, tool: str) -> None:
         """Raise `UsageError` for what does not work where processes share one copy of the weights or of their state."""
@@ -204,8 +194,11 @@ class Tune(Stage[TuneOptions, AnySource]):
     def run(self, job: Job[AnySource]) -> Details:
         from moetool.runtime.loading import load_model
         from moetool.tune.masks import all_closed
+        from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import train
 
+        if self._teacher is not None:
+            check_comparable(self._teacher, self.source.checkpoint, self._tokenizer)
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
             model = load_model(self.source.checkpoint, torch.float32)
@@ -214,7 +207,11 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.finish("data", told={"examples": examples.digest()})
         elif job.ranks.is_first and job.workspace.told("data")["examples"] != examples.digest():
             raise UsageError("The data has changed since this run began. Start again with --overwrite.")
-        told, weights = train(job, model, self.options, examples.items, held_out.items if held_out else None)
+        held, teacher = held_out.items if held_out else None, None
+        if self._teacher is not None:
+            share = self.options.teacher_share or TEACHER_SHARE
+            teacher = Teacher.of(self._teacher, share, job.device)
+        told, weights = train(job, model, self.options, examples.items, held, teacher)
         if not job.ranks.is_first:
             return Details()
         if told.mask_sparsity is not None and all_closed(model):
@@ -362,22 +359,3 @@ class Tune(Stage[TuneOptions, AnySource]):
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
         return Sizes(source.weight_bytes, made.weight_bytes)
-
-
-def _check_trackers(names: str) -> None:
-    """Raise `UsageError` for a tracker that transformers does not know, or that is not installed."""
-    if names in ("none", "all"):
-        return
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
-
-    installed = {*get_available_reporting_integrations(), *(["flyte"] if find_spec("flytekit") else [])}
-    for name in names.split(","):
-        if name not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise UsageError(f"--report-to {names}: there is no {name!r}. Give none, all, or some of {known}.")
-        if name not in installed:
-            there = ", ".join(sorted(installed)) or "none"
-            raise UsageError(f"--report-to {names}: {name} is not installed here; of those that are known, {there} is.")

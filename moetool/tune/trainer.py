@@ -28,14 +28,25 @@ from moetool.runtime.modules.simoe_mixing import Interpolation
 from moetool.tune.balance import balance_of, z_of
 from moetool.tune.examples import IGNORED
 from moetool.tune.masks import MaskConstraint
+from moetool.tune.teacher import Teacher
 
 DIGESTS = "digests.json"  # of a checkpoint's files
-LOGGED = ("loss", "eval_loss", "balance_loss", "z_loss", "mask_sparsity", "multiplier", "grad_norm", "learning_rate")
+LOGGED = (
+    "loss",
+    "eval_loss",
+    "teacher_kl",
+    "balance_loss",
+    "z_loss",
+    "mask_sparsity",
+    "multiplier",
+    "grad_norm",
+    "learning_rate",
+)
 
 
 class MoETrainer(Trainer):
-    """Loss: next tokens of the answers, averaged over the answer tokens of the whole step, plus the router losses,
-    averaged over its batches.
+    """Loss: next tokens of the answers, or in part the divergence from a teacher's predictions of them, averaged over
+    the answer tokens of the whole step, plus the router losses, averaged over its batches.
     """
 
     def __init__(
@@ -47,11 +58,12 @@ class MoETrainer(Trainer):
         z: float,
         interpolation: Interpolation | None,
         constraint: MaskConstraint | None,
+        teacher: Teacher | None = None,
         **options: object,
     ) -> None:
         super().__init__(**options)
         self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
-        self.interpolation, self.constraint = interpolation, constraint
+        self.interpolation, self.constraint, self.teacher = interpolation, constraint, teacher
         if constraint is not None:
             self.add_callback(constraint)
         self.model_accepts_loss_kwargs = True
@@ -74,6 +86,10 @@ class MoETrainer(Trainer):
             outputs.logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum"
         )
         answers = (targets != IGNORED).sum()
+        if self.teacher is not None:
+            apart = self.teacher.divergence(given, outputs.logits, labels[:, 1:] != IGNORED)
+            self._tell("teacher_kl", apart.detach() / answers.clamp_min(1))
+            summed = (1 - self.teacher.share) * summed + self.teacher.share * apart
         if num_items_in_batch is None:
             loss = summed / answers.clamp_min(1)
         else:

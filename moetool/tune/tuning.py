@@ -28,6 +28,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.results import Training
+from moetool.tune.teacher import Teacher
 from moetool.tune.trainer import LOGGED, MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def train(
     options: TuneOptions,
     examples: Sequence[Example],
     held_out: Sequence[Example] | None,
+    teacher: Teacher | None = None,
 ) -> tuple[Training, dict[str, Tensor] | None]:
     """Train what requires gradients, or go on where an interrupted run stopped.
 
@@ -58,6 +60,9 @@ def train(
     if depends_on_batch(model):
         job.progress.log(BATCH_DEPENDENT)
     packs = options.packing and keeps_apart(model)
+    if teacher is not None:
+        packs = packs and keeps_apart(teacher.model)
+        teacher.model.eval()
     if options.packing and not packs:
         job.progress.log("In this family examples that share a row would see each other: each gets its own.")
     rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
@@ -86,6 +91,7 @@ def train(
                 z=options.z,
                 interpolation=interpolation_of(model),
                 constraint=constraint,
+                teacher=teacher,
             )
             check_processes(trainer.accelerator.num_processes)
             trainer.remove_callback(PrinterCallback)

@@ -16,7 +16,7 @@ SHORT = ("--samples", 8, "--sequence-length", 32, "--held-out", 4, "--batch-size
 MORE = {
     "d2moe": ("--learning-rate", 0.002),
     "hybrid": ("--learning-rate", 0.002, "--samples", 64),
-    "reap": ("--learning-rate", 0.005, "--train", "all"),
+    "reap": ("--learning-rate", 0.002, "--train", "all", "--samples", 64),
 }
 MADE = {
     "quantize": ("--bits", 2, "--group-size", 16),

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from moetool.architectures.dense import is_encoder
+from moetool.calibration.comparable import check_same_tokens
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.progress import Progress, phase
-from moetool.measure.divergence import check_tokens
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import SynthesisResult
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
@@ -48,7 +48,7 @@ def evaluate(
     checkpoints = [Checkpoint.open(model) for model in models]
     if text is not None:
         for checkpoint in checkpoints[1:]:
-            check_tokens(checkpoints[0], checkpoint, load_tokenizer(checkpoint.path))
+            check_same_tokens(checkpoints[0], checkpoint, load_tokenizer(checkpoint.path))
     if tasks is not None:
         for checkpoint in checkpoints:
             if is_encoder(checkpoint.config):

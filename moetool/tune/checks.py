@@ -1,0 +1,61 @@
+"""Options of `moetool tune` that do not go together, or ask for what is not there."""
+
+from importlib.util import find_spec
+
+from moetool.errors import UsageError
+from moetool.job.processes import sharding
+from moetool.tune.options import TuneOptions
+
+
+def check_options(options: TuneOptions) -> None:
+    """Raise `UsageError` for options that do not go together, whatever the model."""
+    _check_trackers(options.report_to)
+    if options.freeze_shared and options.train == "all":
+        raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
+    _check_task_experts(options)
+    if options.teacher is None and options.teacher_share is not None:
+        raise UsageError("--teacher-share is for --teacher: give both or neither.")
+    if options.teacher is not None and (tool := sharding()) is not None:
+        raise UsageError(f"--teacher has not been tried with {tool}: leave one of them out.")
+    if options.compute_dtype not in ("auto", "bfloat16" if options.bf16 else "float32"):
+        raise UsageError(
+            f"--compute-dtype {options.compute_dtype}: tune holds weights in float32 and computes in it, or with "
+            "--bf16 in bfloat16; float16 would need a loss scale that it does not search for."
+        )
+
+
+def _check_task_experts(options: TuneOptions) -> None:
+    """Raise `UsageError` for options that would change more than the experts of `--train task-experts`."""
+    if options.train != "task-experts":
+        if options.task_share is not None:
+            raise UsageError("--task-share is for --train task-experts: give both or neither.")
+        return
+    if options.lora_rank is not None or options.quantize_base != "none":
+        raise UsageError("--train task-experts trains nothing else: leave out --lora-rank and --quantize-base.")
+    if options.freeze_shared:
+        raise UsageError("--freeze-shared is for experts that are deltas to a base, which task-experts are not.")
+    if options.weight_decay:
+        raise UsageError(
+            "--weight-decay would shrink the experts that --train task-experts leaves alone: leave it out."
+        )
+    if (tool := sharding()) is not None:
+        raise UsageError(f"--train task-experts has not been tried with {tool}: leave one of them out.")
+
+
+def _check_trackers(names: str) -> None:
+    """Raise `UsageError` for a tracker that transformers does not know, or that is not installed."""
+    if names in ("none", "all"):
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    installed = {*get_available_reporting_integrations(), *(["flyte"] if find_spec("flytekit") else [])}
+    for name in names.split(","):
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UsageError(f"--report-to {names}: there is no {name!r}. Give none, all, or some of {known}.")
+        if name not in installed:
+            there = ", ".join(sorted(installed)) or "none"
+            raise UsageError(f"--report-to {names}: {name} is not installed here; of those that are known, {there} is.")
