@@ -3,8 +3,10 @@
     python scripts/train_small.py KIND TRAIN.txt[,MORE.txt] OUTPUT [--steps 600] [--seed 0]
 
 KIND: gpt-neox has GELU, opt ReLU, bert is an encoder with GELU that learns to find hidden tokens. olmoe has 64 small
-experts and takes 8 of them, granitemoe takes 4 of 16; both learn with their family's load-balancing loss and are saved
-in bf16. The tokenizer is trained on the same text. Minutes on a laptop; the same seed gives the same model.
+experts and takes 8 of them, granitemoe takes 4 of 16, qwen3-moe 8 of 128; qwen2-moe takes 2 of 8 and adds a shared
+expert behind a gate; deepseek-v3 takes 4 of 32 by sigmoid routing, adds a shared expert, and its first layer is dense.
+Mixtures learn with their family's load-balancing loss where transformers has one and are saved in bf16. The tokenizer
+is trained on the same text. Minutes on a laptop; the same seed gives the same model.
 """
 
 import argparse
@@ -16,6 +18,8 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GraniteMoeConfig,
@@ -25,15 +29,44 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from moetool.calibration.masking import SHARE
 
 HIDDEN, LAYERS, HEADS, TOKENS = 256, 4, 8, 4096
-EXPERTS = ("olmoe", "granitemoe")
-MOE = {
+SHARED = {
     "num_key_value_heads": HEADS // 2, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
     "pad_token_id": 0, "router_aux_loss_coef": 0.02, "output_router_logits": True,
+}  # fmt: skip
+# Class, configuration and what the family has of its own, by kind.
+MOE = {
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {
+        "num_hidden_layers": LAYERS - 1, "intermediate_size": HIDDEN // 2, "num_experts": 64, "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    }),
+    "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig, {
+        "intermediate_size": HIDDEN, "num_local_experts": 16, "num_experts_per_tok": 4,
+        "attention_multiplier": (HIDDEN // HEADS) ** -0.5,
+    }),
+    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, {
+        "moe_intermediate_size": 3 * HIDDEN // 2, "shared_expert_intermediate_size": 3 * HIDDEN // 2,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    }),
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {
+        "num_hidden_layers": LAYERS - 1, "moe_intermediate_size": HIDDEN // 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "head_dim": HIDDEN // HEADS, "norm_topk_prob": True,
+    }),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {
+        "intermediate_size": 2 * HIDDEN, "moe_intermediate_size": HIDDEN // 2, "first_k_dense_replace": 1,
+        "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.0, "q_lora_rank": HIDDEN // 2, "kv_lora_rank": HIDDEN // 4,
+        "qk_nope_head_dim": HIDDEN // HEADS, "qk_rope_head_dim": HIDDEN // HEADS // 2, "v_head_dim": HIDDEN // HEADS,
+        "num_key_value_heads": HEADS,
+    }),
 }  # fmt: skip
 
 
@@ -72,17 +105,9 @@ def build(kind: str) -> torch.nn.Module:
     if kind == "bert":
         common["num_hidden_layers"] = LAYERS // 2
     common |= {"num_attention_heads": HEADS, "max_position_embeddings": 512}
-    if kind == "olmoe":
-        common["num_hidden_layers"] = LAYERS - 1
-        return OlmoeForCausalLM(
-            OlmoeConfig(**common, **MOE, intermediate_size=HIDDEN // 2, num_experts=64, num_experts_per_tok=8,
-                        norm_topk_prob=True)
-        )  # fmt: skip
-    if kind == "granitemoe":
-        return GraniteMoeForCausalLM(
-            GraniteMoeConfig(**common, **MOE, intermediate_size=HIDDEN, num_local_experts=16, num_experts_per_tok=4,
-                             attention_multiplier=(HIDDEN // HEADS) ** -0.5)
-        )  # fmt: skip
+    if kind in MOE:
+        model, config, own = MOE[kind]
+        return model(config(**common | SHARED | own))
     if kind == "gpt-neox":
         config = GPTNeoXConfig(
             **common, intermediate_size=4 * HIDDEN, hidden_act="gelu", bos_token_id=0, eos_token_id=0
@@ -100,7 +125,7 @@ def build(kind: str) -> torch.nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=("gpt-neox", "opt", "bert", *EXPERTS))
+    parser.add_argument("kind", choices=("gpt-neox", "opt", "bert", *MOE))
     parser.add_argument("text")
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=600)
@@ -111,7 +136,7 @@ def main() -> None:
     tokenizer = tokenizer_for(text, encoder=encoder)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     torch.manual_seed(options.seed)
-    model, is_moe = build(options.kind), options.kind in EXPERTS
+    model, is_moe = build(options.kind), options.kind in MOE
     if is_moe:
         model.set_experts_implementation("grouped_mm")  # a loop over many small experts learns six times as slowly
     tokens = TOKENS // 2 if is_moe else TOKENS  # less text in a step, more steps in the same time
