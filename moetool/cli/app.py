@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from moetool.cli.choosing import CHOICES, chosen, typed_choice
 from moetool.cli.command import HintingCommand, command_of, from_record
+from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
 from moetool.errors import did_you_mean
 from moetool.stages import PLACES
@@ -148,7 +149,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         known = commands()
         if args[0] not in known and not args[0].startswith("-"):
-            ctx.fail(f"No such command '{args[0]}'.{did_you_mean(args[0], known)}")
+            ctx.fail(f"No such command '{args[0]}'.{command_here(args[0]) or did_you_mean(args[0], known)}")
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and name in known:
             command = front(name, rest)

@@ -1,4 +1,4 @@
-"""Options as other tools name them, and what moetool calls the same."""
+"""Options and commands as other tools name them, and what moetool calls the same."""
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -67,6 +67,33 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "system-prompt": ("--system",),
     }
 )
+# By the other's name of a command, what to type here.
+_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantize": "compress --method quantize",
+        "prune": "compress --method reap",
+        "oneshot": "compress",
+        "shrink": "compress",
+        "distill": "repair` or, for other models, `moetool tune",
+        "train": "tune",
+        "finetune": "tune",
+        "fine-tune": "tune",
+        "sft": "tune",
+        "merge": "upcycle --method branch-train-mix` or, for experts, `moetool compress --method m-smoe",
+        "convert": "export` or, for a dense model, `moetool upcycle",
+        "moe": "upcycle",
+        "info": "inspect",
+        "show": "inspect",
+        "stats": "inspect",
+        "perplexity": "eval",
+        "ppl": "eval",
+        "benchmark": "bench",
+        "run": "generate` or `moetool chat",
+        "upload": "push",
+        "plan": "recommend",
+        "env": "doctor",
+    }
+)
 _INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")
 _OUTPUT = ("output", "output-dir", "out", "save-path", "outfile", "save-dir")
 
@@ -87,3 +114,11 @@ def ours(command: str, option: str, known: Collection[str], arguments: Collectio
     there = {*known, *arguments}
     found = next((own for own in _OURS.get(name, ()) if own in there), None)
     return f" Here it is {found}." if found else ""
+
+
+def command_here(name: str) -> str:
+    """A sentence on what a command of another tool is here; nothing if no such is known."""
+    if name.lower() == "download":
+        return " None is needed: every command takes a name on the hub, such as mistralai/Mixtral-8x7B-v0.1."
+    found = _COMMANDS.get(name.lower())
+    return f" Here it is `moetool {found}`." if found else ""
