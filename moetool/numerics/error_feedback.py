@@ -206,12 +206,18 @@ def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Fe
     columns, rows = errors.shape
     moved = torch.zeros_like(errors)
     lost = errors.new_zeros(rows)
-    links, group_of = feedback.links, (feedback.order // (columns // groups)).tolist()
-    pivots = feedback.pivots.tolist()
+    links, shared = feedback.links, feedback.order // (columns // groups)
+    compiled = grid if isinstance(grid, Lookup) and grid.is_compiled else None
+    group_of, pivots = (shared.int(), feedback.pivots) if compiled else (shared.tolist(), feedback.pivots.tolist())
 
     for first, middle, last in _halves(0, columns):
         if middle < last:
             moved[middle:last].addmm_(links[first:middle, middle:last].T, errors[first:middle])
+            continue
+        if compiled:
+            block = slice(first, last)
+            own = errors[block], moved[block], codes[block], lost
+            compiled.feed_back(*own, links[block, block].contiguous(), pivots[block], group_of[block])
             continue
         for column in range(first, last):
             own = moved[column].add_(errors[column])

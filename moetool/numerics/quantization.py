@@ -16,6 +16,7 @@ scale is rounded to its storage dtype first and the codes are chosen for the rou
 scales a second-order effect.
 """
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moetool.compiled import compiler
 from moetool.numerics.groups import ELEMENTS, check_group, in_parts, weights_of
 
 BITS = (1, 2, 3, 4, 8)
@@ -151,7 +153,8 @@ class Lookup:
         self._inverse = inverse if self._whole else inverse * _CELLS
         self._value = torch.empty_like(scales[0])
         self._index = torch.empty_like(self._value, dtype=torch.int32)
-        self._zero = torch.full_like(self._value, 0.0 if self._whole else _RANGE * _CELLS)
+        self._offset = 0.0 if self._whole else float(_RANGE * _CELLS)
+        self._zero = torch.full_like(self._value, self._offset)
         self._starts: Tensor | None = None
         if self._whole:
             return
@@ -179,6 +182,40 @@ class Lookup:
             torch.index_select(self._nearest, 0, index, out=codes)
             torch.index_select(self._levels, 0, index, out=place)
         return place.mul_(self._scales[group])
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `feed_back` serves here: on a processor for which the C++ could be compiled."""
+        return self._scales.device.type == "cpu" and not compiler.problem()
+
+    def feed_back(
+        self, errors: Tensor, moved: Tensor, codes: Tensor, lost: Tensor, links: Tensor, pivots: Tensor, groups: Tensor
+    ) -> None:
+        """Round the numbers of consecutive inputs in C++, each after what the errors of those before it add to it.
+
+        Args:
+            errors: [inputs, n] fp32, the numbers; their codes' values are subtracted.
+            moved: [inputs, n] fp32, what is added to them; errors of inputs of this block are added here.
+            codes: [inputs, n] uint8, written.
+            lost: [n] fp32, to which what every input loses is added.
+            links: [inputs, inputs] fp32, contiguous, upper triangular: how errors are passed on.
+            pivots: [inputs] fp32, how squared errors count.
+            groups: [inputs] int32, the rows of scales.
+        """
+        tables = [None, None] if self._whole else [self._nearest.data_ptr(), self._levels.data_ptr()]
+        compiler.library().moetool_feed_back(
+            *map(ctypes.c_void_p, (errors.data_ptr(), moved.data_ptr(), codes.data_ptr(), lost.data_ptr())),
+            *map(ctypes.c_long, errors.shape),
+            ctypes.c_void_p(links.data_ptr()),
+            ctypes.c_long(links.stride(0)),
+            *map(ctypes.c_void_p, (pivots.data_ptr(), groups.data_ptr())),
+            *map(ctypes.c_void_p, (self._scales.data_ptr(), self._inverse.data_ptr())),
+            ctypes.c_void_p(None if self._starts is None else self._starts.data_ptr()),
+            *map(ctypes.c_void_p, tables),
+            ctypes.c_float(self._offset),
+            ctypes.c_float(2 * _RANGE * _CELLS - 1),
+            ctypes.c_int(compiler.threads()),
+        )
 
 
 class _Table(NamedTuple):
