@@ -40,7 +40,7 @@ template <bool WHOLE> void column(const Grid& g, const float* scales, const floa
 // `errors`, `moved` and `codes` are [columns, rows], `links` [columns, stride], `pivots` and `groups` [columns], `lost`
 // [rows]. What is written: codes; errors less the values of the codes; lost, by what each column adds; moved, of columns
 // of the block by the errors of those before.
-extern "C" void moetool_feed_back(float* errors, float* moved, uint8_t* codes, float* lost, long columns, long rows,
+extern "C" void moetool_round_to_levels(float* errors, float* moved, uint8_t* codes, float* lost, long columns, long rows,
                                   const float* links, long stride, const float* pivots, const int32_t* groups,
                                   const float* scales, const float* inverse, const int32_t* starts,
                                   const uint8_t* nearest, const float* levels, float zero, float last, int threads) {

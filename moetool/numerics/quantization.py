@@ -203,7 +203,7 @@ class Lookup:
             groups: [inputs] int32, the rows of scales.
         """
         tables = [None, None] if self._whole else [self._nearest.data_ptr(), self._levels.data_ptr()]
-        compiler.library().moetool_feed_back(
+        compiler.library().moetool_round_to_levels(
             *map(ctypes.c_void_p, (errors.data_ptr(), moved.data_ptr(), codes.data_ptr(), lost.data_ptr())),
             *map(ctypes.c_long, errors.shape),
             ctypes.c_void_p(links.data_ptr()),
