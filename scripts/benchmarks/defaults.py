@@ -10,6 +10,7 @@ it was. No experts are removed: `reap` and its like are for engines that read no
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,10 +122,12 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     texts = [Path(text).name for text in options.data.split(",")]
+    listed = {"methods": options.methods, "ratios": options.ratios, "bits": options.bits}
+    words = [word for name, values in listed.items() for word in (f"--{name}", *map(str, values))]
     lines = [
         made_by(
-            f"python scripts/benchmarks/defaults.py MODEL… --data {','.join(texts)} --samples {options.samples} "
-            f"--windows {options.windows} --sequence-length {options.sequence_length}"
+            f"python scripts/benchmarks/defaults.py MODEL… --data {','.join(texts)} {shlex.join(words)} "
+            f"--samples {options.samples} --windows {options.windows} --sequence-length {options.sequence_length}"
         )
         + " KL divergence from the original in thousandths of a nat, the share of tokens for which both find the same "
         "one likeliest, and the default's KL divergence over the row's: more than 1.1 in bold."
