@@ -208,16 +208,16 @@ def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Fe
     lost = errors.new_zeros(rows)
     links, shared = feedback.links, feedback.order // (columns // groups)
     compiled = grid if isinstance(grid, Lookup) and grid.is_compiled else None
-    group_of, pivots = (shared.int(), feedback.pivots) if compiled else (shared.tolist(), feedback.pivots.tolist())
+    numbers, group_of, pivots = shared.int(), shared.tolist(), feedback.pivots.tolist()
 
     for first, middle, last in _halves(0, columns):
         if middle < last:
             moved[middle:last].addmm_(links[first:middle, middle:last].T, errors[first:middle])
             continue
         if compiled:
-            block = slice(first, last)
-            own = errors[block], moved[block], codes[block], lost
-            compiled.feed_back(*own, links[block, block].contiguous(), pivots[block], group_of[block])
+            at = slice(first, last)
+            passed = links[at, at].contiguous()
+            compiled.feed_back(errors[at], moved[at], codes[at], lost, passed, feedback.pivots[at], numbers[at])
             continue
         for column in range(first, last):
             own = moved[column].add_(errors[column])

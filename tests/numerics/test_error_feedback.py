@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
-from moetool.numerics.quantization import BITS, dequantize, quantize
+from moetool.numerics.quantization import BITS, Lookup, dequantize, quantize
 from moetool.representations import Measured
 from moetool.representations.quantized import Quantized
 
@@ -148,3 +148,23 @@ def test_matrices_together_get_the_codes_that_each_gets_alone() -> None:
     wide = Coded(parts[0].matrix, parts[0].scales, 8)
     with pytest.raises(ValueError, match="8 bits"):
         feed_back_together([*parts, wide], feedback)
+
+
+@pytest.mark.parametrize("bits", [(1, 2, 4), (3,), (8,)])
+def test_compiled_codes_are_those_of_torch(
+    bits: tuple[int, ...], make_gram: Callable[[int, float], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those that lie between two levels but for rounding, and what these move."""
+    if not Lookup([(2, 1)], torch.ones(1, 1)).is_compiled:
+        pytest.skip("there is no compiler")
+    feedback = Feedback.of(make_gram(128, 1e4))
+    assert feedback is not None
+    parts = []
+    for own in bits:
+        codes, scales = quantize(normal(70), own, 64, torch.bfloat16)
+        parts.append(Coded(normal(70), scales, own, codes))
+    compiled = feed_back_together(parts, feedback)
+    monkeypatch.setattr(Lookup, "is_compiled", False)
+    plain = feed_back_together(parts, feedback)
+    assert sum(int((one != other).sum()) for one, other in zip(compiled, plain, strict=True)) < 0.01 * 70 * 128
+    assert not any(one.equal(part.codes) for one, part in zip(compiled, parts, strict=True))
