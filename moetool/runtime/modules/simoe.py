@@ -19,6 +19,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import median_gate, open_probability, sampled_gate
 from moetool.runtime.modules.insertion import CustomLayer, add_placeholder, path_in
+from moetool.runtime.modules.linear import TokenLinear
 from moetool.runtime.modules.simoe_mixing import Interpolation, mix
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class InterpolatedLinear(CustomLayer):
     def is_plain(self) -> bool:
         """Whether `W x` is all that the layer computes, and W is there: nothing has adapted, quantized or offloaded it
         since."""
-        return type(self.linear) is self._kind and not self.linear.weight.is_meta
+        return type(self.linear) in (self._kind, TokenLinear) and not self.linear.weight.is_meta
 
     def versions(self) -> tuple[object, ...]:
         """What changes with the weights or masks, or with where or in which dtype they are."""
