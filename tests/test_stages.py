@@ -18,6 +18,7 @@ from moetool.cli.names import COMMANDS, commands
 from moetool.costs.machine import Machine
 from moetool.job.execute import plan_stage, run_stage
 from moetool.job.options import RunOptions
+from moetool.job.progress import Progress
 from moetool.stages import PLACES, stages
 
 STAGES = sorted(stages())
@@ -36,7 +37,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},
     "quantize-delta": {"group_size": 16},
-    "repair": {"to": "MOE"},
+    "repair": {"to": "MOE", "steps": 1},
     "svd-compress": {"ratio": 0.2},
     "tune": {"data": "TEXT", "sequence_length": 32},
 }
@@ -134,6 +135,34 @@ def test_a_plan_is_of_headers_and_options(name: str, options: RunOptions, inputs
     assert min(plan["output_bytes"], plan["disk_bytes"], plan["peak_memory_bytes"]) > 0
     again = stages()[name].options_type.model_validate_json(options.model_dump_json())
     assert plan_stage(stages()[name], source, again).to_json() == json.loads(json.dumps(plan)) == plan
+
+
+class Steps(Progress):
+    """Steps done and steps in all, of each phase."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int, int]] = []
+        self._now, self._total, self._done = "", 0, 0
+
+    def start(self, phase: str, total: int) -> None:
+        self._now, self._total, self._done = phase, total, 0
+
+    def advance(self) -> None:
+        self._done += 1
+
+    def skip(self, steps: int) -> None:
+        self._done += steps
+
+    def finish(self, *, stopped: bool = False) -> None:
+        self.phases.append((self._now, self._done, self._total))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_progress_counts_to_its_end(name: str, options: RunOptions, inputs: Inputs, tmp_path: Path) -> None:
+    steps = Steps()
+    run_stage(stages()[name], inputs(INPUTS.get(name, "moe")), tmp_path / "out", options, progress=steps)
+    assert steps.phases
+    assert [phase for phase in steps.phases if phase[2] and phase[1] != phase[2]] == []
 
 
 def machine(bf16: float, fp32: float, call: float = 1e-5) -> Machine:

@@ -25,7 +25,6 @@ class Coefficients:
     load_bytes: float = 190  # per number of a layer that is loaded, widened and checked
     fisher_bytes: float = 220  # per number of an expert that gradients of one window reach
     merge_bytes: float = 500  # per number of all experts that are merged
-    tried_calls: float = 74  # per column of a matrix whose forms are tried
     write_bytes: float = 100  # per byte of the result
     write_calls: float = 60  # per tensor of the result
     kmeans_steps: float = 12  # assignments of balanced k-means

@@ -48,17 +48,15 @@ def refine(shape: MoEShape, steps: int, tokens: int) -> Work:
     return Work(products={"bfloat16": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
 
 
+def prepared_feedback(shape: MoEShape) -> Work:
+    """The work of preparing the Gram matrices of one expert's inputs for error feedback."""
+    sizes = [shape.matrix(roles[0])[1] for roles in shape.groups]
+    return altogether(Work(cholesky={size: 1.0}, moved=60.0 * size**2, calls=60) for size in sizes)
+
+
 def tried(forms: Collection[Representation], matrix: tuple[int, int]) -> Work:
     """The work of estimating the loss of every form of a delta, on the inputs behind its Gram matrix, from some of its
     rows."""
-    columns = matrix[1]
-    return (
-        factorize(matrix, max((form.directions for form in forms), default=0))
-        + altogether(form.trial_work(columns) for form in forms)
-        + handling(matrix)
-        + Work(
-            products={"float32": matrix[0] * columns**2},
-            cholesky={columns: 1.0},
-            calls=COEFFICIENTS.tried_calls * columns,
-        )
-    )
+    rank = max((form.directions for form in forms), default=0)
+    found = altogether(form.trial_work(matrix[1]) for form in forms) + handling(matrix)
+    return found + factorize(matrix, rank) if rank else found

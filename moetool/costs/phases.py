@@ -1,7 +1,7 @@
 """Phases of whole jobs, made of `building_blocks`, under the names that progress shows."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape, Role
@@ -22,7 +22,7 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.matrix_work import factorize, spectrum, tried
+from moetool.costs.matrix_work import factorize, prepared_feedback, spectrum, tried
 from moetool.format.kinds.base import Counts
 from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
@@ -45,6 +45,8 @@ class Phase:
 
 
 Phases = tuple[Phase, ...]
+# Forms of deltas on offer, and of the base, by role.
+StoredForms = tuple[Mapping[Role, Sequence[Representation]], Mapping[Role, Representation]]
 
 
 def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
@@ -105,8 +107,7 @@ def menu_phases(
     cost: CalibrationCost,
     size: ModelSize,
     written: int,
-    forms: Mapping[Role, Iterable[Representation]],
-    base: Mapping[Role, Representation],
+    schemes: Sequence[StoredForms],
     refined: Work | None = None,
 ) -> Phases:
     """The phases of a job that measures every form of every delta on the way back, and encodes the chosen ones in a
@@ -116,17 +117,24 @@ def menu_phases(
         cost: of the text.
         size: of the model.
         written: bytes of the result.
-        forms: that the deltas of a role are offered in.
-        base: how bases are stored.
+        schemes: forms that the deltas are offered in and that their base is stored in, by role, of each way to store
+            experts on offer.
         refined: what it takes to refine one expert.
     """
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
-    measured, chosen = _bases(shape, base) * size.moe_layers, Work()
-    for role, offered in forms.items():
-        matrix = shape.matrix(role)
-        made = [form for form in offered if not form.is_whole]
-        works = [form.work(matrix, fed_back=True) for form in made]
-        measured += tried(made, matrix) * deltas
+    measured, chosen = prepared_feedback(shape) * deltas, Work()
+    for forms, base in schemes:
+        measured += _bases(shape, base) * size.moe_layers
+        for role, offered in forms.items():
+            made = [form for form in offered if not form.is_whole]
+            measured += tried(made, shape.matrix(role)) * deltas
+    for role in shape.roles:
+        works = [
+            form.work(shape.matrix(role), fed_back=True)
+            for forms, _ in schemes
+            for form in forms[role]
+            if not form.is_whole
+        ]
         chosen += altogether(works) * (deltas / max(1, len(works)))
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)

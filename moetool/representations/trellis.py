@@ -45,10 +45,10 @@ class Trellis(Quantized):
         return super().tensors(shape)
 
     def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
-        return self.coding_work(matrix, fed_back=fed_back) + trellis_paths(matrix)
+        return self.coding_work(matrix, fed_back=fed_back) + trellis_paths(matrix, self.bits)
 
     def trial_work(self, columns: int) -> Work:
-        return super().trial_work(columns) + trellis_paths((TRIAL_ROWS, columns))
+        return super().trial_work(columns) + trellis_paths((TRIAL_ROWS, columns), self.bits)
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the

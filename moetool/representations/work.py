@@ -10,12 +10,15 @@ from moetool.numerics.work import Work
 TRIAL_ROWS = 192  # of a matrix that are encoded on trial: the mean of so many was right within a few percent
 DECOMPOSITION_CALLS = 350  # around a decomposition of one matrix, or its cut to a rank
 _ERROR_BYTES = 1300  # per number, to take a delta and to measure its error
-_FEEDBACK_BYTES = 2000  # per number, in error feedback
-_FEEDBACK_CALLS = 14  # per column, in error feedback
-_PATH_BYTES = 3600  # per number, to find its code in a trellis
-_PATH_CALLS = 8  # per column of a trellis
+_FEEDBACK_BYTES = 1500  # per number, in error feedback
+_FEEDBACK_CALLS = 1  # per column, in error feedback
+_TRIAL_BYTES = 15_000  # per number that is encoded on trial, in search of its scale and in error feedback
+_TRIAL_PRODUCTS = 1.75  # of rows on trial and a Gram matrix: error feedback, and what is lost with it and without
+_TRIAL_CALLS = 500  # for the rows of one form on trial
+_PATH_BYTES = 8000  # per number and branch of a trellis, of which there are 2^bits, to find its code
+_PATH_CALLS = 1  # per column of a trellis
 _SAMPLE_BYTES = 600  # per number that is chosen at random
-_CODE_BYTES = 400  # per number and scale that is tried for it, in a cache
+_CODE_BYTES = 280  # per number and scale that is tried for it, in a cache
 _PACKED = 2.5  # scales that finding the last code and packing it take as long as
 _SCALES = {1: 1.0, 8: 2.5}  # how many scales are tried, by bits
 _MOST_SCALES = 16.0  # how many are tried for codes of other bits
@@ -72,15 +75,19 @@ def widening_scales(columns: int) -> Work:
     return Work(moved=_FEEDBACK_BYTES * rows * columns, calls=_FEEDBACK_CALLS * columns)
 
 
-def trellis_paths(matrix: tuple[int, int]) -> Work:
+def trellis_paths(matrix: tuple[int, int], bits: int) -> Work:
     """Work of finding the codes of a matrix `[out, in]` by Viterbi's search through the trellis, once."""
     rows, columns = matrix
-    return Work(moved=_PATH_BYTES * rows * columns, calls=_PATH_CALLS * columns)
+    return Work(moved=_PATH_BYTES * 2**bits * rows * columns, calls=_PATH_CALLS * columns)
 
 
 def trial(columns: int) -> Work:
     """The work of encoding some rows with so many `columns` together with the rows of other forms."""
-    return Work(moved=_FEEDBACK_BYTES * TRIAL_ROWS * columns)
+    return Work(
+        products={"float32": _TRIAL_PRODUCTS * TRIAL_ROWS * columns**2},
+        moved=_TRIAL_BYTES * TRIAL_ROWS * columns,
+        calls=_TRIAL_CALLS,
+    )
 
 
 def sampling(numbers: int, chosen: int) -> Work:

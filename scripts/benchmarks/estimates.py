@@ -38,6 +38,9 @@ JOBS: dict[str, tuple[str, str, dict[str, object]]] = {
     "fisher-merge": ("fisher-merge", "moe", {"samples": 16}),
     "d2moe": ("d2moe", "moe", {"ratio": 0.4, "samples": 16}),
     "hybrid": ("hybrid", "moe", {"ratio": 0.75, "samples": 16}),
+    "quantize": ("quantize", "moe", {"ratio": 0.75, "samples": 16}),
+    "auto": ("auto", "moe", {"ratio": 0.8, "samples": 16}),
+    "auto-best": ("auto", "moe", {"ratio": 0.8, "samples": 16, "effort": "best"}),
 }
 
 
@@ -60,7 +63,7 @@ class Clock:
 
     def skip(self, steps: int) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self, *, stopped: bool = False) -> None: ...
 
     def log(self, message: str) -> None: ...
 

@@ -23,13 +23,14 @@ from moetool.costs.building_blocks import (
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.machine import Machine
-from moetool.costs.matrix_work import EIGENVALUES, factorize, spectrum
+from moetool.costs.matrix_work import EIGENVALUES, factorize, spectrum, tried
 from moetool.costs.phases import Phase, encoding_phases, factor_phases, gradient_phases, menu_phases
 from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.representations.quantized import Quantized
+from moetool.representations.trellis import Trellis
 from moetool.representations.work import feeding_back
 
 SHAPE = MoEShape(experts=8, top_k=2, hidden=64, intermediate=192)
@@ -122,11 +123,27 @@ def test_a_menu_is_measured_and_then_encoded() -> None:
     size = model(2)
     forms = {role: [LowRank(0), Quantized(2, 64), Quantized(4, 64)] for role in SHAPE.roles}
     base = dict.fromkeys(SHAPE.roles, Quantized(2, 64))
-    phases, longer = (menu_phases(text(8, few), size, size.nbytes // 4, forms, base) for few in (8, 4))
+    phases, longer = (menu_phases(text(8, few), size, size.nbytes // 4, [(forms, base)]) for few in (8, 4))
     assert [phase.name for phase in phases] == ["Forward", "Backward", "Encode and write"]
-    assert phases[1].work.calls > phases[2].work.calls
+    assert phases[1].work.moved > phases[2].work.moved
     assert longer[1].work.moved < phases[1].work.moved
     assert longer[2] == phases[2]
+
+
+def test_every_storage_scheme_is_measured(measured_machine: Machine) -> None:
+    size, matrix = model(2), SHAPE.matrix("gate")
+    forms = {role: [LowRank(0), Quantized(2, 64), Quantized(4, 64)] for role in SHAPE.roles}
+    base = dict.fromkeys(SHAPE.roles, Quantized(2, 64))
+    one, two = (menu_phases(text(8), size, size.nbytes // 4, [(forms, base)] * count) for count in (1, 2))
+    added = two[1].work + one[1].work * -1
+    each = altogether(
+        tried(forms[role], SHAPE.matrix(role)) * 16 + base[role].work(SHAPE.matrix(role)) * 2 for role in SHAPE.roles
+    )
+    assert added.moved == pytest.approx(each.moved)
+    assert added.products["float32"] == pytest.approx(each.products["float32"])
+    assert (one[0], one[2]) == (two[0], two[2])
+    assert not tried([Quantized(2, 64)], matrix).eigen  # no directions are looked for
+    assert tried([Trellis(4, 64)], matrix).moved > 2 * tried([Trellis(2, 64)], matrix).moved
 
 
 def test_every_delta_is_encoded_once() -> None:
@@ -178,7 +195,7 @@ def test_memory_for_fewer_experts_takes_longer(measured_machine: Machine) -> Non
     forms = {role: [LowRank(0), Quantized(4, 64)] for role in SHAPE.roles}
 
     def phases(size: ModelSize) -> list[Phase]:
-        menu = menu_phases(text(8, 8), size, size.nbytes // 4, forms, {})
+        menu = menu_phases(text(8, 8), size, size.nbytes // 4, [(forms, {})])
         return [*factor_phases(text(8, 8), size, size.nbytes // 2, gradients=True), *menu]
 
     for whole, sets in zip(phases(size), phases(replace(size, in_sets=True)), strict=True):

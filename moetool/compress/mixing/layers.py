@@ -16,12 +16,20 @@ from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
+from moetool.calibration.recorded import spread
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import place
 from moetool.compress.encoded_layers import Encoding
 from moetool.compress.mixing.choosing import FormLosses, Mix
-from moetool.compress.mixing.measuring import MixingOptions, encoded, loss_name, losses_path, measure
+from moetool.compress.mixing.measuring import (
+    MixingOptions,
+    encoded,
+    loss_name,
+    losses_path,
+    measure,
+    measuring_steps,
+)
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining, Refining
 from moetool.compress.refining.metric import OutputGradients, metric_path
@@ -55,7 +63,7 @@ class MixedLayers:
         self._refining = (
             Refining(self._reader, job.work, job.device, options.refine, options.seed) if options.refine else None
         )
-        calibrated.reverse(self._visit, passes=2 if given is None else 1)
+        calibrated.reverse(self._visit, passes=2 + self._measuring_passes if given is None else 1)
         self.facts = calibrated.facts_with_loss
 
     def within(self, part: Job) -> "MixedLayers":
@@ -120,6 +128,11 @@ class MixedLayers:
             for layer, loss in mix.losses.items()
         }
 
+    @property
+    def _measuring_passes(self) -> int:
+        """Passes over the text that measuring a layer counts as in progress: about one for each storage scheme."""
+        return len(self._schemes)
+
     def _visit(self, index: int, layer: nn.Module) -> None:
         """Make a layer's base in every scheme, and measure all forms of its deltas."""
         job, calibrated = self.job, self._calibrated
@@ -141,7 +154,9 @@ class MixedLayers:
         grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
         schemes = [(scheme, deltas[scheme.name]) for scheme in self._schemes]
         choice, path, refined = self._options.sensitivity, losses_path(job.work, index), self._refining is not None
-        measure(self._reader, index, schemes, grams, choice, path, owned, refined=refined)
+        sweep, shape = calibrated.gradient_sweep, self._reader.shape
+        tick = spread(sweep.tick, self._measuring_passes * sweep.batch_count, measuring_steps(shape))
+        measure(self._reader, index, schemes, grams, choice, path, owned, tick, refined=refined)
 
     def _base_path(self, layer: int, scheme: StorageScheme) -> Path:
         return self._measured / f"base-{layer:05d}-{scheme.name.replace(', ', '-')}.safetensors"

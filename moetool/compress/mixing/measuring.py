@@ -8,10 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moetool.architectures import Role
+from moetool.architectures import MoEShape, Role
 from moetool.bases.delta import Deltas
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
+from moetool.calibration.recorded import Tick
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
@@ -60,6 +61,7 @@ def measure(
     choice: Sensitivity,
     path: Path,
     owned: Owned,
+    tick: Tick,
     *,
     refined: bool,
 ) -> None:
@@ -75,6 +77,7 @@ def measure(
         choice: how errors of outputs are weighed.
         path: file to write.
         owned: matrices that this process measures.
+        tick: called `measuring_steps` times.
         refined: whether codes are refined later, which corrects the size of outputs that quantization shrinks.
     """
     shape, lost = reader.shape, dict[str, Tensor]()
@@ -82,6 +85,7 @@ def measure(
     sensitivity = LayerSensitivity(choice, statistics, grams.energy(), grams.tokens())
     for expert in (expert for experts in grams.sets() for expert in experts):
         for group in shape.groups:
+            tick()
             if not owned.has(group[0], expert):
                 continue
             gram, inputs = grams.gram(expert, group[0]), dict[int | None, Measured]()
@@ -101,6 +105,11 @@ def measure(
     found = {name: own for others in owned.peers.gather(lost) for name, own in others.items()}
     if owned.peers.is_first:
         save_tensors(path, found)
+
+
+def measuring_steps(shape: MoEShape) -> int:
+    """How many steps `measure` counts for a layer: one for each expert's matrices on the same inputs."""
+    return shape.experts * len(shape.groups)
 
 
 def loss_name(scheme: StorageScheme, role: Role, expert: int) -> str:

@@ -181,7 +181,7 @@ class MixingStage(Stage[MixingOptionsT]):
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
         metrics = 4 * shape.hidden**2 if options.refine else 0
-        forms = {role: [form for scheme in self.offered for form in scheme.forms[role]] for role in shape.roles}
+        schemes = [(scheme.forms, scheme.base) for scheme in self.offered]
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         return Plan(
             stage=self.name,
@@ -189,14 +189,14 @@ class MixingStage(Stage[MixingOptionsT]):
             output_bytes=output,
             scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
             memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(cost, moe_size(reader, at_once), output, forms, self.offered[0].base, refining),
+            phases=menu_phases(cost, moe_size(reader, at_once), output, schemes, refining),
             details={
                 "original_bytes": original_bytes(source),
                 **self.budget_details(),
                 "moe_layers": len(reader.moe_layers),
                 "experts": shape.experts,
                 "experts_at_once": at_once,
-                "forms_per_matrix": len(forms["down"]),
+                "forms_per_matrix": sum(len(scheme.forms["down"]) for scheme in self.offered),
             },
         )
 
