@@ -33,13 +33,6 @@ _BEST = 0.8  # share saved from which on `--effort best` is worth its time
 # 75 %, with `--effort best` at 85 %) on a Mixtral of 20.7 M parameters: scripts/benchmarks/results/other_text.md.
 _MEASURED = ((0.4, 0.01, 0.01), (0.6, 0.10, 0.10), (0.75, 0.58, 1.25), (0.8, 1.81, 3.84), (0.85, 0.89, 4.10))
 
-# llama.cpp's types of a file and of its experts, those first that lose least.
-_TYPES = (
-    ("q8_0", "q8_0"),
-    ("q6_k", "q6_k"),
-    *(("q6_k", experts) for experts in ("q5_k", "q4_k", "iq4_xs", "q3_k", "q2_k")),
-)
-
 
 class RecommendOptions(Options):
     """Options of `recommend`: the memory that there is, and the program that is to run the model."""
@@ -122,23 +115,19 @@ def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -
 
 
 def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
-    """With the export whose types lose least of those that fit."""
-    kind, smallest = stages()["gguf"], 0
-    for rest, experts in _TYPES:
-        options = kind.options_type.model_validate({"type": rest, "experts_type": experts, "calibration": BUNDLED})
+    """With the export that gives every tensor the type in which it loses least in so many bytes."""
+    kind, size = stages()["gguf"], _typed(found.weights)
+    options = kind.options_type.model_validate({"size": size, "calibration": BUNDLED})
+    try:
         plan = plan_stage(kind, checkpoint, options)
-        if (smallest := plan.output_bytes) <= found.weights:
-            types = ("--type", rest, *(() if experts == rest else ("--experts-type", experts)))
-            command = ("export", found.model, f"{Path(found.model).name}-gguf", "--format", "gguf", *types)
-            return replace(
-                found,
-                commands=[(*command, "--calibration", BUNDLED)],
-                seconds=estimate(plan, options, Path()).seconds,
-                peak_memory_bytes=plan.memory_bytes,
-            )
-    raise UsageError(
-        f"{format_bytes(found.weights)} for weights: in llama.cpp's types it takes {format_bytes(smallest)} at the "
-        "least. With fewer experts (compress --method reap) it gets smaller still."
+    except UsageError as error:
+        raise UsageError(f"--memory {format_bytes(found.memory)} is too little. {error}") from error
+    output = f"{Path(found.model).name}-gguf"
+    return replace(
+        found,
+        commands=[("export", found.model, output, "--format", "gguf", "--size", size)],
+        seconds=estimate(plan, options, Path()).seconds,
+        peak_memory_bytes=plan.memory_bytes,
     )
 
 
