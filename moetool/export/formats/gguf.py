@@ -36,7 +36,7 @@ from moetool.export.gguf.coded_layers import CodedLayers
 from moetool.export.gguf.coding import choosing_blocks
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
-from moetool.export.gguf.measuring import TensorStatistics, measure_tensors
+from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.modelfile import modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
@@ -46,6 +46,7 @@ from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_t
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
 from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType, NumberType
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length
 from moetool.job.plan import Plan, text_cost
@@ -229,15 +230,16 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         for line in self._remarks():
             job.progress.log(line)
         facts, coded, details = None, None, GgufDetails()
-        if self._own_menu is not None and self._text is not None:
-            details = self._choose(job, self._text, self._own_menu)
-        if self._text is not None and self._coded:
-            coded = CodedLayers(job, self._text, self._coded)
-            facts = coded.facts
-        elif self._text is not None:
-            measured = measure_tensors(job, self._text, {tensor.name: tensor for tensor in self._tensors}, self._menu)
-            facts = measured.facts
-            files += self._write_advice(job, measured)
+        if self._text is not None:
+            calibrated = on_text(job, self._text, gradients=self._has_gradients)
+            if self._own_menu is not None:
+                details = self._choose(job, calibrated, self._own_menu)
+            if self._coded:
+                coded = CodedLayers(job, calibrated, self._coded)
+            else:
+                tensors = {tensor.name: tensor for tensor in self._tensors}
+                files += self._write_advice(job, measure_tensors(job, calibrated, tensors, self._menu), calibrated)
+            facts = calibrated.facts_with_loss if self._has_gradients else calibrated.facts
         self._write(job, files[0], coded)
         files.append(job.output / MODELFILE)
         write_bytes(files[-1], self._modelfile().encode())
@@ -251,10 +253,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=layers)
         return replace(details, calibration=facts)
 
-    def _choose(self, job: Job[GgufSource], text: TextOptions, menu: Menu[BlockType]) -> GgufDetails:
+    def _choose(self, job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType]) -> GgufDetails:
         """Choose the types of all tensors on the text, and tell which they are."""
-        losses, _ = measure_types(job, text, menu)
-        chosen = menu.choose(self._budget, losses)
+        chosen = menu.choose(self._budget, measure_types(job, calibrated, menu))
         self._tensors = [
             replace(tensor, type=chosen[tensor.name].name) if tensor.name in chosen else tensor
             for tensor in self._tensors
@@ -263,10 +264,10 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         job.progress.log(f"Types are chosen, with {bits:.2f} bits per weight in all: {counted_types(chosen)}.")
         return GgufDetails(bits_per_weight=round(bits, 4), types={tensor.name: tensor.type for tensor in self._tensors})
 
-    def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics) -> list[Path]:
+    def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics, calibrated: CalibratedJob) -> list[Path]:
         """Write files with the importance matrix and types for llama-quantize."""
         files, target = [job.output / IMATRIX], self.options.target_bpw
-        windows, text, sources = measured.facts.windows, str(self.options.calibration), self.options.sources
+        windows, text, sources = calibrated.facts.windows, str(self.options.calibration), self.options.sources
         if sources is not None and sources.is_mixed:
             text += f",{BUNDLED}"
         write_imatrix(files[0], measured.importance, text, windows, self.options.sequence_length)

@@ -21,14 +21,12 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor
-from moetool.export.gguf.measuring import calibrated_view
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf import EXPERTS, layer_in_file
 from moetool.format.gguf_blocks import BLOCK_TYPES
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.options import TextOptions
 from moetool.numerics.gram import Gram
 
 
@@ -72,16 +70,14 @@ class CodedLayers:
     """Blocks of the tensors of a job's layers, chosen layer by layer as they come to be written.
 
     Attributes:
-        facts: on which text.
         steps: batches in all layers, for a progress bar.
     """
 
-    def __init__(self, job: Job[GgufSource], text: TextOptions, tensors: Sequence[GgufTensor]) -> None:
-        """Of these tensors, which all lie in layers and have types of blocks."""
-        self._job, self._tensors = job, {tensor.name: tensor for tensor in tensors}
-        self._calibrated = CalibratedJob(calibrated_view(job), text)
-        self._pass = self._calibrated.forward_pass(self._visit, range(job.source.layers), name="encode")
-        self.facts, self.steps = self._calibrated.facts, self._pass.steps
+    def __init__(self, job: Job[GgufSource], calibrated: CalibratedJob, tensors: Sequence[GgufTensor]) -> None:
+        """Of these tensors, which all lie in layers and have types of blocks, on the job's text."""
+        self._job, self._sweep, self._tensors = job, calibrated.sweep, {tensor.name: tensor for tensor in tensors}
+        self._pass = calibrated.forward_pass(self._visit, range(job.source.layers), name="encode")
+        self.steps = self._pass.steps
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """Iterate over the coded blocks of a tensor, `[rows, bytes]` uint8, after coding all layers up to its own."""
@@ -106,7 +102,7 @@ class CodedLayers:
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
         experts = None if source.experts is None else InputGramCollector(source.experts.shape, job.device)
         with grams.watching():
-            self._calibrated.sweep.forward(layer, module, [] if experts is None else [experts])
+            self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
         for path, names in named.items():
             inputs = PreparedGram.of(grams[path])

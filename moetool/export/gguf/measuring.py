@@ -17,7 +17,6 @@ from moetool.export.gguf.tensor_types import FewBits, Menu, rounding_losses
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import TextOptions
-from moetool.job.result import CalibrationFacts
 
 _LOSSES = ".losses"
 
@@ -29,31 +28,27 @@ class TensorStatistics:
     Attributes:
         importance: tensors of an importance matrix.
         losses: by tensor, of each type on the menu; of those in layers.
-        facts: on which text.
     """
 
     importance: dict[str, Tensor]
     losses: dict[str, list[float]]
-    facts: CalibrationFacts
 
 
 def measure_tensors(
-    job: Job[GgufSource], options: TextOptions, tensors: Mapping[str, GgufTensor], menu: Menu[FewBits] | None
+    job: Job[GgufSource], calibrated: CalibratedJob, tensors: Mapping[str, GgufTensor], menu: Menu[FewBits] | None
 ) -> TensorStatistics:
-    """Run a text through the model, layer by layer; with a menu there and back again.
+    """Run the text through the model, layer by layer; with a menu there and back again.
 
     Args:
         job: the job.
-        options: which text.
+        calibrated: its text, for which gradients are taken if there is a menu.
         tensors: of the file, by name.
         menu: which types there are.
 
     Raises:
-        UsageError: the text is too short, or has changed since the job began.
-        InvalidInputError: text or tokenizer cannot be used, or the model gives no numbers on it.
+        InvalidInputError: the model gives no numbers on the text.
     """
     source, layers = job.source, range(job.source.layers)
-    calibrated = CalibratedJob(calibrated_view(job), options, gradients=menu is not None)
 
     def visit(layer: int, module: nn.Module) -> None:
         moments = LayerMoments(source, layer, module, job.device)
@@ -76,17 +71,26 @@ def measure_tensors(
         calibrated.reverse(visit, 1, layers)
     found = {name: tensor for layer in layers for name, tensor in load_file(_file(job, layer)).items()}
     losses = {name.removesuffix(_LOSSES): found.pop(name).tolist() for name in list(found) if name.endswith(_LOSSES)}
-    return TensorStatistics(found, losses, calibrated.facts if menu is None else calibrated.facts_with_loss)
+    return TensorStatistics(found, losses)
 
 
-def calibrated_view(job: Job[GgufSource]) -> Job[Source] | Job[DenseSource]:
-    """A view of the job that calibration can run: on the MoE or dense source within."""
+def on_text(job: Job[GgufSource], options: TextOptions, *, gradients: bool) -> CalibratedJob:
+    """The job with its calibration text and the MoE or dense model within, for one pass or several.
+
+    Raises:
+        UsageError: the text is too short, or has changed since the job began.
+        InvalidInputError: text or tokenizer cannot be used.
+    """
     source = job.source
     shared = job.workspace, job.options, job.recipe, job.progress, job.interrupt, job.ranks
     if source.experts is not None:
-        return Job(Source(source.checkpoint, source.experts.architecture, source.experts), *shared)
-    assert source.dense is not None
-    return Job(DenseSource(source.checkpoint, source.dense), *shared)
+        within: Job[Source] | Job[DenseSource] = Job(
+            Source(source.checkpoint, source.experts.architecture, source.experts), *shared
+        )
+    else:
+        assert source.dense is not None
+        within = Job(DenseSource(source.checkpoint, source.dense), *shared)
+    return CalibratedJob(within, options, gradients=gradients)
 
 
 def _file(job: Job[GgufSource], layer: int) -> Path:

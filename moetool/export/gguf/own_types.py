@@ -18,7 +18,6 @@ from moetool.export.gguf.coded_layers import ProjectionGrams
 from moetool.export.gguf.coding import block_codes, choosing_blocks
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
-from moetool.export.gguf.measuring import calibrated_view
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.tensor_types import Menu
@@ -26,8 +25,6 @@ from moetool.format.gguf import EXPERTS, layer_in_file
 from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.job.options import TextOptions
-from moetool.job.result import CalibrationFacts
 from moetool.numerics.work import Work, altogether
 
 # Left out are those that lose more than another of as many bytes: q2_k more than iq2_s, q3_k more than iq3_s.
@@ -125,17 +122,18 @@ def try_types(
             own.add(index, (lost @ weight).item())
 
 
-def measure_types(
-    job: Job[GgufSource], options: TextOptions, menu: Menu[BlockType]
-) -> tuple[dict[str, list[float]], CalibrationFacts]:
-    """Take a text through the model and back, and estimate by tensor what each type on the menu loses.
+def measure_types(job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType]) -> dict[str, list[float]]:
+    """Take the text through the model and back, and estimate by tensor what each type on the menu loses.
+
+    Args:
+        job: the job.
+        calibrated: its text, for which gradients are taken.
+        menu: types on offer for each tensor.
 
     Raises:
-        UsageError: the text is too short, or has changed since the job began.
-        InvalidInputError: text or tokenizer cannot be used, or the model gives no numbers on it.
+        InvalidInputError: the model gives no numbers on the text.
     """
     source, layers = job.source, range(job.source.layers)
-    calibrated = CalibratedJob(calibrated_view(job), options, gradients=True)
     tensors = {tensor.name: tensor for tensor in menu.tensors if tensor.name in menu.types}
 
     def visit(layer: int, module: nn.Module) -> None:
@@ -160,8 +158,7 @@ def measure_types(
         save_tensors(_file(job, layer), found)
 
     calibrated.reverse(visit, 1, layers)
-    found = {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
-    return found, calibrated.facts_with_loss
+    return {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
 
 
 def _try_experts(
