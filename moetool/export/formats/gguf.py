@@ -33,14 +33,14 @@ from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.coded_layers import CodedLayers
-from moetool.export.gguf.coding import choosing_blocks
+from moetool.export.gguf.coding import choosing_blocks, preparing_inputs
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.modelfile import modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
-from moetool.export.gguf.own_types import measure_types, own_menu, trying_types
+from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
@@ -214,8 +214,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             return writes
         forward = Phase(FORWARD, calibration_forward(cost, size))
         if self._coded:
-            works = (choosing_blocks(tensor.shape, tokens=cost.samples * cost.length) for tensor in self._coded)
-            write = Phase(WRITE, altogether([forward.work, writes[0].work, *works]))
+            given = (preparing_inputs(tensor.shape, cost.samples * cost.length) for tensor in self._coded)
+            works = (self._coding_work(tensor) for tensor in self._coded)
+            write = Phase(WRITE, altogether([forward.work, writes[0].work, *given, *works]))
             if self._own_menu is None:
                 return (write,)
             tried = forward.work + calibration_backward(cost, size) + trying_types(self._own_menu)
@@ -223,6 +224,12 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if self._menu is None:
             return forward, *writes
         return forward, Phase(BACKWARD, forward.work + calibration_backward(cost, size)), *writes
+
+    def _coding_work(self, tensor: GgufTensor) -> Work:
+        """The work of choosing the blocks of a tensor in its type, or in those that it may be given."""
+        if self._own_menu is not None and tensor.name in self._own_menu.types:
+            return expected_coding(self._own_menu, tensor)
+        return choosing_blocks(tensor.shape, BLOCK_TYPES[tensor.type])
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]

@@ -8,6 +8,7 @@ every row is stretched until its output is as large as it was (`numerics.scale_f
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ _SWEEPS = 3  # after the third they take a few percent of the error at 2 bits, a
 _NOISE = {4: 0.1, 8: 0.03}  # by levels: share of a normal variable's energy that the nearest codes leave
 _AT_ONCE = 1 << 22  # numbers
 _MOST_STRETCHED = 2.0
+_LATTICE_BYTES = 4000  # per number, to find its point of a list
 
 
 def block_codes(matrix: Tensor, kind: BlockType, given: PreparedGram | None = None) -> Blocked:
@@ -46,11 +48,19 @@ def block_codes(matrix: Tensor, kind: BlockType, given: PreparedGram | None = No
     return Blocked.joined([_chosen(part.float().T.contiguous(), kind, given, width) for part in parts])
 
 
-def choosing_blocks(shape: Sequence[int], tokens: int) -> Work:
-    """The work of choosing the blocks of a tensor `[…, out, in]` on so many tokens, Gram matrices among it."""
+def preparing_inputs(shape: Sequence[int], tokens: int) -> Work:
+    """The work of preparing the Gram matrices of the inputs of a tensor `[…, out, in]` on so many tokens."""
+    *matrices, _, columns = shape
+    return Work(products={"float32": tokens * columns**2 / 2}, cholesky={columns: math.prod(matrices)})
+
+
+def choosing_blocks(shape: Sequence[int], kind: BlockType) -> Work:
+    """The work of choosing the blocks of a tensor `[…, out, in]` in a type, once its inputs are prepared."""
     *matrices, rows, columns = shape
-    given = Work(products={"float32": tokens * columns**2 / 2})
-    return given + math.prod(matrices) * (1 + _SWEEPS) * feeding_back((rows, columns))
+    once = replace(feeding_back((rows, columns)), cholesky={})
+    if kind.is_lattice:
+        once += Work(moved=_LATTICE_BYTES * rows * columns)
+    return math.prod(matrices) * (1 + _SWEEPS) * once
 
 
 def _chosen(inputs: Tensor, kind: BlockType, given: PreparedGram, width: float) -> Blocked:

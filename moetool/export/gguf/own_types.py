@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coded_layers import ProjectionGrams
-from moetool.export.gguf.coding import block_codes, choosing_blocks
+from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource, layer_of
@@ -47,14 +47,19 @@ def _offered(tensor: GgufTensor) -> tuple[BlockType, ...]:
 
 def trying_types(menu: Menu[BlockType]) -> Work:
     """The work of coding a few rows of every tensor in every type on offer."""
-    works = [
-        len(menu.types[tensor.name]) * choosing_blocks((*few, min(rows, _ROWS), columns), tokens=0)
-        for tensor in menu.tensors
-        if tensor.name in menu.types
-        for *experts, rows, columns in [tensor.shape]
-        for few in [[min(count, _EXPERTS) for count in experts]]
-    ]
-    return altogether(works) if works else Work()
+    works = []
+    for tensor in menu.tensors:
+        if kinds := menu.types.get(tensor.name):
+            *experts, rows, columns = tensor.shape
+            few = (*(min(count, _EXPERTS) for count in experts), min(rows, _ROWS), columns)
+            works += [preparing_inputs(few, tokens=0), *(choosing_blocks(few, kind) for kind in kinds)]
+    return altogether(works)
+
+
+def expected_coding(menu: Menu[BlockType], tensor: GgufTensor) -> Work:
+    """The work of coding a tensor in a type that is still to be chosen: the mean of those on offer."""
+    kinds = menu.types[tensor.name]
+    return altogether(choosing_blocks(tensor.shape, kind) for kind in kinds) * (1 / len(kinds))
 
 
 class TypeLosses:
