@@ -16,6 +16,7 @@ class RepairResult(Details):
         kl_before: nats per token that the input loses on held-out windows, by kind of text.
         kl_after: nats per token that the output loses on them.
         stopped: why training ended before its last step, if it did.
+        learning_rate: that of the last steps: lower than at first where that proved too high.
         training_seconds: of the optimizer's steps and their evaluations.
         curve: by evaluation the step, and nats by kind of text.
     """
@@ -25,5 +26,6 @@ class RepairResult(Details):
     kl_before: Mapping[str, float]
     kl_after: Mapping[str, float]
     stopped: str | None
+    learning_rate: float
     training_seconds: float
     curve: Sequence[Mapping[str, float]] = ()

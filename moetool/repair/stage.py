@@ -210,7 +210,8 @@ class Repair(Stage[RepairOptions]):
                 if self._memory[2]:
                     stack.enter_context(decoded_once(model))
                 settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._routing})
-                training = Distilling(model, parameters, texts, NotedFile(noted), settled, self.source.dtype)
+                slows, found = options.learning_rate is None, NotedFile(noted)
+                training = Distilling(model, parameters, texts, found, settled, self.source.dtype, slows=slows)
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(
@@ -219,6 +220,7 @@ class Repair(Stage[RepairOptions]):
                 kl_before=outcome.before,
                 kl_after=outcome.after,
                 stopped=outcome.stopped,
+                learning_rate=outcome.rate,
                 training_seconds=outcome.seconds,
                 curve=outcome.curve,
                 calibration=texts.facts,

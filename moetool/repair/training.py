@@ -35,7 +35,9 @@ from moetool.tune.trainer import recompute_activations
 
 _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
-_WORSE = 2.0  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
+_WORSE = 1.25  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
+_SLOWER = 0.25  # times the rate that was too high
+SLOWDOWNS = 2  # at most
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class RepairOutcome:
         step: after which these were reached; 0 for the input's own.
         before, after: nats per token on held-out windows, by kind of text.
         stopped: why it ended early, if it did.
+        rate: the learning rate at the end.
         curve: of evaluations.
         seconds: that it took.
     """
@@ -56,6 +59,7 @@ class RepairOutcome:
     before: Mapping[str, float]
     after: Mapping[str, float]
     stopped: str | None
+    rate: float
     curve: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -96,18 +100,27 @@ class Distilling:
         noted: NotedFile,
         options: RepairOptions,
         stored: torch.dtype,
+        *,
+        slows: bool,
     ) -> None:
+        """With `slows`, a rate that proves too high is lowered."""
         assert options.learning_rate is not None, "the stage settles what options leave open"
         self._model, self._parameters, self._options = model, parameters, options
-        self._texts, self._noted = texts, noted
-        self._masters = [_Master(parameter, stored) for parameter in parameters.values()]
+        self._texts, self._noted, self._stored = texts, noted, stored
         self._routers = Routers(model)
+        self._slowdowns = SLOWDOWNS if slows else 0
+        self._begin(options.learning_rate, options.steps)
+
+    def _begin(self, rate: float, steps: int) -> None:
+        """Set out from the model's values with so many steps to go."""
+        self._rate = rate
+        self._masters = [_Master(parameter, self._stored) for parameter in self._parameters.values()]
         self._numbers = [master.numbers for master in self._masters]
-        group = {"params": self._numbers, "initial_lr": options.learning_rate}
-        self._optimizer = torch.optim.Adam([group], lr=options.learning_rate, betas=_BETAS, eps=1e-12)
+        group = {"params": self._numbers, "initial_lr": rate}
+        self._optimizer = torch.optim.Adam([group], lr=rate, betas=_BETAS, eps=1e-12)
         # From epoch 0, and to one after the last: no step is lost to a rate of zero.
-        rising = math.ceil(options.warmup * options.steps)
-        self._schedule = get_cosine_schedule_with_warmup(self._optimizer, rising, options.steps + 1, last_epoch=0)
+        rising = math.ceil(self._options.warmup * steps)
+        self._schedule = get_cosine_schedule_with_warmup(self._optimizer, rising, steps + 1, last_epoch=0)
 
     def run(self, progress: Progress, interrupt: Interrupt) -> RepairOutcome:
         """Train, and leave in the model the values with the least divergence on held-out windows that made no text
@@ -127,29 +140,42 @@ class Distilling:
             batches = self._batches()
             for step in range(1, steps + 1):
                 interrupt.check()
-                loss = self._step(next(batches))
+                loss, failed = self._step(next(batches)), ""
                 progress.advance()
                 if not math.isfinite(loss):
-                    stopped = f"the loss is {loss} at step {step}"
-                    break
-                if step not in due:
+                    failed = f"the loss is {loss} at step {step}"
+                elif step in due:
+                    now = self._divergences()
+                    curve.append({"step": float(step), **now})
+                    progress.log(f"step {step}: held out {_said(now)}.")
+                    if all(now[name] <= before[name] for name in before) and sum(now.values()) < sum(best[1].values()):
+                        best = step, now, self._values()
+                    elif not best[0] and not all(now[name] < _WORSE * before[name] for name in before):
+                        failed = f"held-out divergence has risen to {_said(now)} at step {step}, from {_said(before)}"
+                if not failed:
                     continue
-                now = self._divergences()
-                curve.append({"step": float(step), **now})
-                progress.log(f"step {step}: held out {_said(now)}.")
-                if all(now[name] <= before[name] for name in before) and sum(now.values()) < sum(best[1].values()):
-                    best = step, now, self._values()
-                elif not best[0] and not all(now[name] < _WORSE * before[name] for name in before):
-                    stopped = f"held-out divergence has risen to {_said(now)} at step {step}, from {_said(before)}"
+                if best[0] or not self._slowdowns or step == steps:
+                    stopped = failed
                     break
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(best[2][name])
+                self._set(best[2])
+                self._begin(self._rate * _SLOWER, steps - step)
+                self._slowdowns -= 1
+                progress.log(
+                    f"{failed[0].upper()}{failed[1:]}. Again from the input's values, with --learning-rate "
+                    f"{self._rate:g} in the {steps - step} steps that are left."
+                )
+        self._set(best[2])
         if stopped is not None:
             progress.log(f"Stopped: {stopped}. A smaller --learning-rate would be steadier.")
         if not best[0]:
             progress.log("Training made no held-out text better without harm to another: the input's values are kept.")
-        return RepairOutcome(best[2], best[0], before, best[1], stopped, curve, round(time.monotonic() - began, 2))
+        seconds = round(time.monotonic() - began, 2)
+        return RepairOutcome(best[2], best[0], before, best[1], stopped, self._rate, curve, seconds)
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
 
     def _batches(self) -> Iterator[list[int]]:
         """Numbers of windows, each once before any comes again."""

@@ -82,11 +82,24 @@ def test_it_comes_nearer_in_the_same_layout(
 
 def test_a_rate_that_is_too_high_keeps_the_input(repaired: Any, small: Path) -> None:
     output, told = repaired(small, "--steps", 8, "--learning-rate", 30, "--warmup", 0)
-    assert told["kept_step"] == 0
+    assert (told["kept_step"], told["learning_rate"]) == (0, 30)
     assert "has risen" in told["stopped"] or "loss is" in told["stopped"]
     assert told["kl_after"] == told["kl_before"]
     before, after = tensors_of(small), tensors_of(output)
     assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_a_default_rate_that_is_too_high_is_lowered(
+    run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetool.repair.stage.RATE", 0.32)
+    words = ("repair", small, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
+    result = run_cli(*words, "--steps", 36, "--warmup", 0, "--evaluations", 9)
+    assert "Again from the input's values, with --learning-rate 0.08" in result.stderr
+    told = run_cli(*words, "--steps", 36, "--warmup", 0, "--evaluations", 9, "--overwrite", "--json").json
+    assert told["learning_rate"] in {0.08, 0.02}
+    assert told["kept_step"] > 4
+    assert sum(told["kl_after"].values()) < sum(told["kl_before"].values())
 
 
 def test_the_same_seed_gives_the_same_bytes(repaired: Any, small: Path) -> None:
