@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.recorded import Tick, spread
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coded_layers import ProjectionGrams
 from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
@@ -148,6 +149,8 @@ def measure_types(job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[Bl
         with grams.watching(), moments.watching():
             calibrated.gradient_sweep.backward(layer, module, [moments, *([] if experts is None else [experts])])
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
+        sweep = calibrated.gradient_sweep
+        tick = spread(sweep.tick, sweep.batch_count, len(losses))
         for path, names in source.projections(layer).items():
             if own := [name for name in names if name in losses]:
                 try_types(
@@ -157,12 +160,14 @@ def measure_types(job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[Bl
                     [moments.sensitivity(name) for name in own],
                     PreparedGram.of(grams[path]),
                 )
+                for _ in own:
+                    tick()
         if experts is not None:
-            _try_experts(job, layer, losses, tensors, moments, experts)
+            _try_experts(job, layer, losses, tensors, moments, experts, tick)
         found = {name: torch.tensor(own.estimates(), dtype=torch.float64) for name, own in losses.items()}
         save_tensors(_file(job, layer), found)
 
-    calibrated.reverse(visit, 1, layers)
+    calibrated.reverse(visit, 2, layers)  # trying types counts as a pass over the text
     return {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
 
 
@@ -173,6 +178,7 @@ def _try_experts(
     tensors: Mapping[str, GgufTensor],
     moments: LayerMoments,
     grams: InputGramCollector,
+    tick: Tick,
 ) -> None:
     """Add the experts of a layer, in all roles whose tensors have a choice."""
     assert job.source.experts is not None
@@ -191,6 +197,8 @@ def _try_experts(
                 [moments.by_name[name].sensitivity[expert] for name in names],
                 inputs,
             )
+        for _ in names:
+            tick()
 
 
 def _file(job: Job[GgufSource], layer: int) -> Path:
