@@ -35,7 +35,7 @@ from moetool.tune.trainer import recompute_activations
 
 _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
-_WORSE = 1.25  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
+_WORSE = 1.5  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
 _SLOWER = 0.25  # times the rate that was too high
 SLOWDOWNS = 2  # at most
 
