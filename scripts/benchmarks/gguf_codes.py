@@ -6,8 +6,9 @@
 Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. GGUF files are run by
 llama.cpp, and compared with an F16 file that is run by llama.cpp. Its quantizer is given the mean squared inputs of the
 same text (an importance matrix), or nothing; head and embeddings are Q8_0 in all GGUF files. What --own makes, in as
-many bytes of tensors as llama.cpp's file, is run by transformers in fp32 and compared with the same F16 file. A run
-that was stopped goes on where it was.
+many bytes of tensors as llama.cpp's file, is run by transformers in fp32 and compared with the same F16 file. Files of
+other tools (--files, such as those of `peers/autoround_gguf.py`) stand beside ours of as many bytes; their seconds say
+nothing. A run that was stopped goes on where it was.
 """
 
 import argparse
@@ -131,9 +132,22 @@ def test_windows(options: argparse.Namespace) -> dict[str, torch.Tensor]:
     }
 
 
+def beside(made: Mapping[str, dict[str, Any]], peer: str, told: dict[str, Any]) -> list[str]:
+    """Rows of what was made, and behind each of ours its share of what a peer's, as `told`, loses."""
+    lines = []
+    for name, found in made.items():
+        losses = " | ".join(f"{1000 * loss:.2f}" for loss in found["kl"].values())
+        lines.append(f"| {name} | {found['bytes'] / 1e6:.2f} | {found['seconds']:.0f} | {losses} |")
+        if name.startswith("moetool"):
+            shares = " | ".join(f"{loss / told['kl'][test]:.3f}" for test, loss in found["kl"].items())
+            lines.append(f"| of what {peer} loses | {found['bytes'] / told['bytes']:.3f} | | {shares} |")
+    return lines
+
+
 def main() -> None:
     parser = parser_of(__doc__, windows=32)
-    parser.add_argument("--types", nargs="+", default=list(PAIRS), choices=list(PAIRS))
+    parser.add_argument("--types", nargs="*", default=list(PAIRS), choices=list(PAIRS))
+    parser.add_argument("--files", nargs="*", default=[], metavar="NAME=FILE", help="GGUF files that other tools made")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tests, kept = test_windows(options), Kept(options.work / "doors.jsonl")
@@ -151,15 +165,13 @@ def main() -> None:
             "moetool, `--size`": kept.get(f"sized {number}", partial(doors.sized, told["bytes"])),
             f"moetool, `{options.own}`": kept.get(f"{options.own} {number}", partial(doors.own, told["bytes"])),
         }
-        first = len(lines)
-        for name, found in made.items():
-            losses = " | ".join(f"{1000 * loss:.2f}" for loss in found["kl"].values())
-            lines.append(f"| {name} | {found['bytes'] / 1e6:.2f} | {found['seconds']:.0f} | {losses} |")
-            if name.startswith("moetool"):
-                shares = " | ".join(f"{found['kl'][test] / told['kl'][test]:.3f}" for test in tests)
-                size = found["bytes"] / told["bytes"]
-                lines.append(f"| of what llama.cpp with importance loses | {size:.3f} | | {shares} |")
-        print(*lines[first:], sep="\n", flush=True)
+        lines += (rows := beside(made, "llama.cpp with importance", told))
+        print(*rows, sep="\n", flush=True)
+    for name, file in named(options.files).items():
+        theirs = kept.get(name, partial(doors.measured, Path(file), time.monotonic()))
+        ours = kept.get(f"sized {name}", partial(doors.sized, theirs["bytes"]))
+        lines += (rows := beside({name: theirs, "moetool, `--size`": ours}, name, theirs))
+        print(*rows, sep="\n", flush=True)
     command = (
         "python scripts/benchmarks/gguf_codes.py MODEL --calibration VALID --tests home=TEST perldoc=PERL --work DIR"
     )
