@@ -37,7 +37,7 @@ _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
 _WORSE = 1.5  # times the input's divergence at an evaluation, with nothing better so far: the rate is too high
 _SLOWER = 0.25  # times the rate that was too high
-SLOWDOWNS = 2  # at most
+_SLOWDOWNS = 2  # at most
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Distilling:
         self._model, self._parameters, self._options = model, parameters, options
         self._texts, self._noted, self._stored = texts, noted, stored
         self._routers = Routers(model)
-        self._slowdowns = SLOWDOWNS if slows else 0
+        self._slowdowns = _SLOWDOWNS if slows else 0
         self._begin(options.learning_rate, options.steps)
 
     def _begin(self, rate: float, steps: int) -> None:
