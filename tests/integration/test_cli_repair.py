@@ -94,9 +94,9 @@ def test_a_default_rate_that_is_too_high_is_lowered(
 ) -> None:
     monkeypatch.setattr("moetool.repair.stage.RATE", 0.32)
     words = ("repair", small, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
-    result = run_cli(*words, "--steps", 36, "--warmup", 0, "--evaluations", 9)
+    result = run_cli(*words, "--steps", 36, "--warmup", 0, "--evaluations", 9, "--json")
     assert "Again from the input's values, with --learning-rate 0.08" in result.stderr
-    told = run_cli(*words, "--steps", 36, "--warmup", 0, "--evaluations", 9, "--overwrite", "--json").json
+    told = result.json
     assert told["learning_rate"] in {0.08, 0.02}
     assert told["kept_step"] > 4
     assert sum(told["kl_after"].values()) < sum(told["kl_before"].values())
