@@ -32,6 +32,8 @@ _BEST = 0.8  # share saved from which on `--effort best` is worth its time
 # Share saved and KL divergence in thousandths of a nat, the least and the most over texts, of `auto` (of `hybrid` at
 # 75 %, with `--effort best` at 85 %) on a Mixtral of 20.7 M parameters: scripts/benchmarks/results/other_text.md.
 _MEASURED = ((0.4, 0.01, 0.01), (0.6, 0.10, 0.10), (0.75, 0.58, 1.25), (0.8, 1.81, 3.84), (0.85, 0.89, 4.10))
+# The same of GGUF files in types that were chosen: scripts/benchmarks/results/doors.md.
+_MEASURED_GGUF = ((0.68, 0.79, 0.93), (0.74, 1.04, 1.81), (0.79, 2.10, 4.24))
 
 
 class RecommendOptions(Options):
@@ -128,6 +130,7 @@ def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
         commands=[("export", found.model, output, "--format", "gguf", "--size", size)],
         seconds=estimate(plan, options, Path()).seconds,
         peak_memory_bytes=plan.memory_bytes,
+        notes=[_expected(found, _MEASURED_GGUF)],
     )
 
 
@@ -148,7 +151,7 @@ def _compressed(found: Recommendation, checkpoint: Checkpoint) -> Recommendation
         commands=[command, ("eval", output, "--data", BUNDLED, "--against", found.model)],
         seconds=took,
         peak_memory_bytes=plan.memory_bytes,
-        notes=[*_quicker(found, checkpoint, took), _expected(found.ratio)],
+        notes=[*_quicker(found, checkpoint, took), _expected(found, _MEASURED)],
     )
 
 
@@ -170,11 +173,12 @@ def _typed(size: int) -> str:
     return f"{int(size / unit * 10**digits) / 10**digits:g}{name}"
 
 
-def _expected(ratio: float) -> str:
+def _expected(found: Recommendation, known: Sequence[tuple[float, float, float]]) -> str:
     """What such a result has lost on a small model, at the next size that was measured there."""
-    if ratio > _MEASURED[-1][0]:
-        return f"So small ({ratio:.0%} smaller) nothing was measured; expect much to be lost."
-    measured, least, most = next(row for row in _MEASURED if row[0] >= ratio)
+    assert found.ratio is not None
+    if found.ratio > known[-1][0]:
+        return f"So small ({found.ratio:.0%} smaller) nothing was measured; expect much to be lost."
+    measured, least, most = next(row for row in known if row[0] >= found.ratio)
     lost = f"{least:g}" if least == most else f"{least:g} to {most:g}"
     return (
         f"What it loses has to be measured. A Mixtral of 20.7 M parameters, made {measured:.0%} smaller, has a KL "
