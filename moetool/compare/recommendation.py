@@ -123,7 +123,8 @@ def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     try:
         plan = plan_stage(kind, checkpoint, options)
     except UsageError as error:
-        raise UsageError(f"--memory {format_bytes(found.memory)} is too little. {error}") from error
+        left = f"--memory {format_bytes(found.memory)} leaves {format_bytes(found.weights)} for weights."
+        raise UsageError(f"{left} {error}") from error
     output = f"{Path(found.model).name}-gguf"
     return replace(
         found,

@@ -112,6 +112,7 @@ def sized(
     """An export of that size whose types are chosen, and what it says."""
     target = tmp_path_factory.mktemp("sized") / "out"
     result = export(run_cli, wide, target, *calibration, "--size", one_type.stat().st_size, "--json")
+    assert result.stderr.count("Calibration on") == 1  # one text, for choosing types and for choosing codes
     assert result.code == 0, result.stderr
     return target, result.json
 

@@ -62,7 +62,7 @@ def test_for_llama_cpp(run_cli: Any, mixtral: Path) -> None:
 def test_too_little_for_llama_cpp(run_cli: Any, mixtral: Path) -> None:
     result = run_cli("recommend", mixtral, "--memory", "8GB", "--engine", "llama.cpp")
     assert result.code == 2
-    assert "--memory 8.0 GB is too little" in result.stderr
+    assert "--memory 8.0 GB leaves 7.0 GB for weights" in result.stderr
     assert "in llama.cpp's types this model takes from" in result.stderr
 
 

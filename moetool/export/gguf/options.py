@@ -25,8 +25,8 @@ class ExportGgufOptions(RunOptions, TextOptions):
     experts_type: NumberType | None = Field(None, description="Of the routed experts alone (default: as --type).")
     size: ByteSize | None = Field(
         None,
-        description="Give every tensor the type in which it loses least on the text, in a file of so many bytes at "
-        "most, e.g. 12GB.",
+        description="Give every tensor the type in which it loses least on the text (--calibration; else the bundled "
+        "one), in a file of so many bytes at most, e.g. 12GB.",
     )
     pre_tokenizer: str | None = Field(
         None,
