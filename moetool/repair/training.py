@@ -78,6 +78,11 @@ class _Master:
         self.numbers = nn.Parameter(own / self._size)
 
     @torch.no_grad()
+    def take_values(self) -> None:
+        """Go on from the parameter's values, which had this dtype and size when the copy was made."""
+        self.numbers.copy_(self._parameter.float() / self._size)
+
+    @torch.no_grad()
     def take_gradient(self) -> None:
         """Move the gradient of the parameter here."""
         gradient, self._parameter.grad = self._parameter.grad, None
@@ -106,16 +111,16 @@ class Distilling:
         """With `slows`, a rate that proves too high is lowered."""
         assert options.learning_rate is not None, "the stage settles what options leave open"
         self._model, self._parameters, self._options = model, parameters, options
-        self._texts, self._noted, self._stored = texts, noted, stored
+        self._texts, self._noted = texts, noted
         self._routers = Routers(model)
+        self._masters = [_Master(parameter, stored) for parameter in parameters.values()]
+        self._numbers = [master.numbers for master in self._masters]
         self._slowdowns = _SLOWDOWNS if slows else 0
         self._begin(options.learning_rate, options.steps)
 
     def _begin(self, rate: float, steps: int) -> None:
-        """Set out from the model's values with so many steps to go."""
+        """Set out from the values that there are, with so many steps to go."""
         self._rate = rate
-        self._masters = [_Master(parameter, self._stored) for parameter in self._parameters.values()]
-        self._numbers = [master.numbers for master in self._masters]
         group = {"params": self._numbers, "initial_lr": rate}
         self._optimizer = torch.optim.Adam([group], lr=rate, betas=_BETAS, eps=1e-12)
         # From epoch 0, and to one after the last: no step is lost to a rate of zero.
@@ -158,6 +163,8 @@ class Distilling:
                     stopped = failed
                     break
                 self._set(best[2])
+                for master in self._masters:
+                    master.take_values()
                 self._begin(self._rate * _SLOWER, steps - step)
                 self._slowdowns -= 1
                 progress.log(
