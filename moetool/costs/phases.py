@@ -122,20 +122,14 @@ def menu_phases(
         refined: what it takes to refine one expert.
     """
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
-    measured, chosen = prepared_feedback(shape) * deltas, Work()
+    measured, encoded = prepared_feedback(shape) * deltas, {role: list[Work]() for role in shape.roles}
     for forms, base in schemes:
         measured += _bases(shape, base) * size.moe_layers
         for role, offered in forms.items():
-            made = [form for form in offered if not form.is_whole]
-            measured += tried(made, shape.matrix(role)) * deltas
-    for role in shape.roles:
-        works = [
-            form.work(shape.matrix(role), fed_back=True)
-            for forms, _ in schemes
-            for form in forms[role]
-            if not form.is_whole
-        ]
-        chosen += altogether(works) * (deltas / max(1, len(works)))
+            matrix, made = shape.matrix(role), [form for form in offered if not form.is_whole]
+            measured += tried(made, matrix) * deltas
+            encoded[role] += [form.work(matrix, fed_back=True) for form in made]
+    chosen = altogether(altogether(works) * (deltas / max(1, len(works))) for works in encoded.values())
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
