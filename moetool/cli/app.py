@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moetool.cli.choosing import CHOICES, chosen, typed_choice
+from moetool.cli.choosing import CHOICES, chosen, summary_of, typed_choice
 from moetool.cli.command import HintingCommand, command_of, from_record
 from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
@@ -62,7 +62,8 @@ def front(name: str, arguments: Sequence[str]) -> HintingCommand:
     if name in CHOICES:
         records = [record | {"default": own} if record["name"] == CHOICES[name][0] else record for record in records]
     parameters = [from_record(record, _offer(name, record["name"], words)) for record in records]
-    command = command_of(name, lambda **_: None, parameters, FrontCommand)
+    summary = summary_of(name, words, own, table()["summaries"][own]) if own else None
+    command = command_of(name, lambda **_: None, parameters, FrontCommand, form=own, summary=summary)
     assert isinstance(command, FrontCommand)
     command.words, command.elsewhere = words, _elsewhere(name)
     return command
@@ -71,7 +72,7 @@ def front(name: str, arguments: Sequence[str]) -> HintingCommand:
 @cache
 def table() -> dict[str, Any]:
     """Content of `options.json`: the `parameters` of all commands, the indices of those that each form of a command
-    has (`forms`), and `names` of methods and targets."""
+    has (`forms`), the `summaries` of these forms, and `names` of methods and targets."""
     found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 

@@ -75,3 +75,10 @@ def _value(arguments: Sequence[str], option: str) -> str | None:
         elif position + 1 < len(arguments):
             said = arguments[position + 1]
     return said
+
+
+def summary_of(command: str, words: Sequence[str], form: str, summary: str) -> str | None:
+    """The first line of `--help` where the option that chooses a form was typed: what this form does."""
+    if typed_choice(command, words) is None:
+        return None
+    return f"--{CHOICES[command][0]} {form}: {summary}."

@@ -5,14 +5,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, ParameterInfo
 
 from moetool.cli.choosing import CHOICES
-from moetool.cli.examples import EXAMPLES, MAIN
+from moetool.cli.examples import EXAMPLES, MAIN, of_form
 from moetool.cli.foreign import ours
 from moetool.cli.names import commands
 from moetool.errors import did_you_mean
@@ -22,6 +22,7 @@ _HELP_ALL = "--help-all"
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
 )
+_SHORT_LIST = 8  # names that a value may have; more of them stand in the text and not beside the option
 _FIELDS = ("help", "rich_help_panel", "min", "max")  # of what typer is told of a parameter, beside flags and default
 
 
@@ -29,11 +30,13 @@ class HintingCommand(TyperCommand):
     """A command that says which option or choice was probably meant.
 
     Attributes:
+        form: the value of `--method` or `--format` that was typed or is the default; empty if there is no such option.
         elsewhere: what to type for options that only other forms of the command have, by option.
         parameters: arguments and options, in order.
         shows_all: whether `--help` shows the options that many commands share.
     """
 
+    form: str = ""
     elsewhere: Mapping[str, str] = MappingProxyType({})
     parameters: tuple[inspect.Parameter, ...] = ()
     shows_all: bool = False
@@ -42,7 +45,7 @@ class HintingCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, the options that most want, the other ones of the command itself, and with `--help-all` those that
         many commands share, group by group."""
-        main = MAIN.get(self.name or "", ())
+        main = of_form(MAIN, self.name or "", self.form) or ()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _MAIN: [], _UNGROUPED: []}
         self._left = {}  # by group, how many are not shown
         for parameter in sorted(self.get_params(ctx), key=lambda one: _place(one.opts, main)):
@@ -71,7 +74,8 @@ class HintingCommand(TyperCommand):
         if (choice := CHOICES.get(self.name or "")) is not None:
             formatter.write_paragraph()
             formatter.write_text(
-                f"Each --{choice[0]} has options of its own: moetool {self.name} --{choice[0]} NAME --help shows them."
+                f"These are the options of --{choice[0]} {self.form}; "
+                f"moetool {self.name} --{choice[0]} NAME --help shows those of another."
             )
         super().format_epilog(ctx, formatter)
 
@@ -109,8 +113,20 @@ def command_of(
     function: Callable[..., None],
     parameters: Iterable[inspect.Parameter],
     kind: type[HintingCommand] = HintingCommand,
+    *,
+    form: str = "",
+    summary: str | None = None,
 ) -> HintingCommand:
-    """Build the command `name` that calls a function with these parameters, which are annotated as typer reads them."""
+    """Build the command `name` that calls a function with these parameters, which are annotated as typer reads them.
+
+    Args:
+        name: of the command.
+        function: what it does.
+        parameters: of the function.
+        kind: class of the command.
+        form: value of the option that chooses a stage, where there is one.
+        summary: first line of `--help`, unless it is the one of the list of commands.
+    """
     parameters = tuple(parameters)
 
     def run(**arguments: object) -> None:
@@ -118,15 +134,27 @@ def command_of(
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    example = f"Example: moetool {EXAMPLES[name]}" if name in EXAMPLES else None
-    app.command(name=name, help=commands()[name][1], epilog=example, cls=kind)(run)
+    example = of_form(EXAMPLES, name, form)
+    epilog = None if example is None else f"Example: moetool {example}"
+    app.command(name=name, help=summary or commands()[name][1], epilog=epilog, cls=kind)(run)
     command = typer.main.get_command(app)
     assert isinstance(command, HintingCommand)
+    values = {one.name: _names(get_args(one.annotation)[0]) for one in parameters}
     for parameter in command.params:
         if parameter.param_type_name == "argument" and parameter.name:
             parameter.metavar = parameter.name.upper()  # as docs and messages call it
-    command.parameters = parameters
+        elif len(names := values.get(parameter.name, ())) > _SHORT_LIST:
+            parameter.metavar, option = "NAME", cast(Any, parameter)
+            option.help = f"{option.help} One of: {', '.join(names)}."
+    command.form, command.parameters = form, parameters
     return command
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    """Values that a parameter may have, if there are only some."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = get_args(kind)[0]
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def to_record(parameter: inspect.Parameter) -> dict[str, Any]:

@@ -1,7 +1,13 @@
-"""Main options of each command, with which its `--help` begins, and the example with which it ends.
+"""What `--help` begins and ends with: the main options of each command, and an example.
 
-Examples go on with each other's results.
+A form of a command, such as `export --format gguf`, may have its own; its key is then "export gguf". Examples go on
+with each other's results.
 """
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+SaidT = TypeVar("SaidT")
 
 _TEXT = "--calibration text.txt"
 
@@ -17,7 +23,11 @@ EXAMPLES = {
     "prune-base": "prune-base smaller pruned --ratio 0.2",
     "quantize-delta": f"quantize-delta parts coded --bits 2 {_TEXT}",
     "sparsify-delta": "sparsify-delta parts sparse --drop 0.9",
-    "export": "export smaller for-vllm --format compressed-tensors --bits 4",
+    "export": "export smaller for-any-engine",
+    "export compressed-tensors": "export smaller for-vllm --format compressed-tensors --bits 4",
+    "export gguf": f"export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf --size 20GB {_TEXT}",
+    "export dense": "export mixture one-expert --format dense --expert 0",
+    "compress d2moe": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --method d2moe --ratio 40% {_TEXT} --dry-run",
     "eval": "eval smaller --data held-out.txt --against mistralai/Mixtral-8x7B-v0.1",
     "compare": f"compare mixture --methods d2moe,hybrid --ratios 0.4,0.75 {_TEXT} --data held-out.txt --plot size.svg",
     "generate": 'generate smaller "The first thing to do is" --max-new-tokens 20',
@@ -51,4 +61,10 @@ MAIN = {
     "chat": ("--system", "--max-tokens", "--temperature", "--seed"),
     "serve": ("--host", "--port"),
     "export": ("--format", "--type", "--bits", "--expert", "--dry-run"),
+    "export gguf": ("--format", "--size", "--calibration", "--target-bpw", "--type", "--dry-run"),
 }
+
+
+def of_form(said: Mapping[str, SaidT], command: str, form: str) -> SaidT | None:
+    """What is said of a form of a command, or else of the command; `None` if nothing is."""
+    return said.get(f"{command} {form}", said.get(command))

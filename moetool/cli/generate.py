@@ -34,7 +34,12 @@ def builder(
 
 
 def make_command(
-    name: str, function: Callable[..., None], model: type[BaseModel] | None, *more: inspect.Parameter
+    name: str,
+    function: Callable[..., None],
+    model: type[BaseModel] | None,
+    *more: inspect.Parameter,
+    form: str = "",
+    summary: str | None = None,
 ) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
@@ -44,6 +49,8 @@ def make_command(
         model: its fields become options, which the function takes as `**options`. Defaults are left to the model, so
             that what was typed can be told from what was not (a preset comes between).
         more: further options that it takes in this way.
+        form: value of the option that chooses a stage, where there is one.
+        summary: first line of `--help`, unless it is the one of the list of commands.
     """
     own = [
         parameter
@@ -51,7 +58,7 @@ def make_command(
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     fields = [] if model is None else parameters_of(model)
-    return command_of(name, guarded(function), [*own, *more, *fields])
+    return command_of(name, guarded(function), [*own, *more, *fields], form=form, summary=summary)
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:

@@ -48,7 +48,7 @@ def _row(parameter: Any) -> Row:
         default = str(parameter.default)
     elif getattr(parameter, "required", False):
         default = "required"
-    text = re.sub(r" \[(default: [^\]]*|required)\]", "", text)
+    text = re.sub(r" \[(default: [^\]]*|required)\]| One of: [^.]*\.$", "", text)
     return shown, _values(parameter), default, text.replace("|", "\\|")
 
 
@@ -83,7 +83,11 @@ def front_table() -> str:
             forms.setdefault(command, {})[method] = [parameters.setdefault(line, len(parameters)) for line in lines]
     names = {"target": ["auto", *targets()], "methods": in_order("compress", _methods_of("compress"))}
     listed = ",\n".join(parameters)
-    return f'{{"names": {json.dumps(names)},\n"forms": {json.dumps(forms)},\n"parameters": [\n{listed}\n]}}\n'
+    summaries = {name: kind.summary for name, kind in stages().items() if kind.method_of in CHOICES}
+    head = "".join(
+        f'"{key}": {json.dumps(own)},\n' for key, own in (("names", names), ("summaries", summaries), ("forms", forms))
+    )
+    return f'{{{head}"parameters": [\n{listed}\n]}}\n'
 
 
 def _methods_of(command: str) -> list[str]:

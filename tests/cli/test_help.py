@@ -16,14 +16,17 @@ def built(command: str, *arguments: str) -> Any:
 
 
 def test_every_command_has_an_example() -> None:
-    assert EXAMPLES.keys() == COMMANDS.keys()
+    assert {key.split()[0] for key in EXAMPLES} == COMMANDS.keys() == EXAMPLES.keys() & COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
-def test_examples_are_taken(command: str) -> None:
-    name, *arguments = shlex.split(EXAMPLES[command])
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_examples_are_taken(key: str) -> None:
+    command, *form = key.split()
+    name, *arguments = shlex.split(EXAMPLES[key])
     assert name == command
-    built(command, *arguments).make_context(command, [*arguments])  # exits for what it does not know
+    example = built(command, *arguments)
+    assert not form or example.form == form[0]
+    example.make_context(command, [*arguments])  # exits for what it does not know
 
 
 def shown(command: Any, name: str) -> str:
@@ -39,7 +42,7 @@ def test_options_that_most_want_come_first_and_shared_ones_on_request() -> None:
     assert "--trellis" in own
     assert "--memory" not in text
     assert "--help-all shows" in text
-    assert "Each --method has options of its own" in text
+    assert "These are the options of --method hybrid" in text
     assert "Example: moetool compress" in text
 
 
@@ -56,7 +59,9 @@ def test_help_all_has_every_option() -> None:
 
 @pytest.mark.parametrize("name", MAIN)
 def test_main_options_are_options_of_some_form(name: str) -> None:
-    records = [table()["parameters"][index] for form in table()["forms"][name].values() for index in form]
+    command, *own = name.split()
+    forms = table()["forms"][command]
+    records = [table()["parameters"][index] for form in (own or forms) for index in forms[form]]
     assert set(MAIN[name]) <= {"--" + record["name"].replace("_", "-") for record in records}
 
 
@@ -76,3 +81,11 @@ def test_the_default_method_is_not_what_was_typed(command: str, typed: str, defa
     context = command_line.make_context(command, [], resilient_parsing=True)
     (option,) = (parameter for parameter in command_line.params if parameter.name == "method")
     assert option.get_help_record(context)[1].endswith(f"[default: {default}]")
+
+
+def test_help_of_a_form_says_what_it_does_and_lists_long_choices_once(run_cli: Any) -> None:
+    text = " ".join(run_cli("export", "--format", "gguf", "--help").stdout.split())
+    assert "--format gguf: one file for llama.cpp" in text
+    assert text.index("--size") < text.index("--type NAME") < text.index("One of: f32, f16")
+    assert "Example: moetool export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf" in text
+    assert run_cli("export", "--help").stdout.split("Arguments:")[0].count("--format") == 1

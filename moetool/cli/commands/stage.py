@@ -14,7 +14,7 @@ from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
-from moetool.cli.choosing import CHOICES, chosen, in_order
+from moetool.cli.choosing import CHOICES, chosen, in_order, summary_of
 from moetool.cli.command import HintingCommand
 from moetool.cli.display import Display, print_fields, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
@@ -132,7 +132,9 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         _print_result(result)
         next_step.tell(next_step.after_stage(name, result, options, trains=not _is_encoder(result.output)))
 
-    return make_command(name, command, stage.options_type, *more)
+    form = own if methods else ""
+    summary = summary_of(name, words, own, stage.summary) if methods else None
+    return make_command(name, command, stage.options_type, *more, form=form, summary=summary)
 
 
 def _jobs(repair: object) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

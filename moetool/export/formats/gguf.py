@@ -68,7 +68,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     """Writes tensors in llama.cpp's order of rows, experts decoded one by one, whatever they were stored as."""
 
     name: ClassVar[str] = "gguf"
-    summary: ClassVar[str] = "one file for llama.cpp, and what llama-quantize is to know of it"
+    summary: ClassVar[str] = "one file for llama.cpp, Ollama and LM Studio, quantized if you wish"
     options_type: ClassVar[type[RunOptions]] = ExportGgufOptions
     source_type: ClassVar[type[Input]] = GgufSource
     method_of: ClassVar[str | None] = "export"

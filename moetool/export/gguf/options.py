@@ -18,15 +18,15 @@ class ExportGgufOptions(RunOptions, TextOptions):
 
     type: NumberType | None = Field(
         None,
-        description="Of the weights (default: f16, or with --size or --target-bpw chosen for each tensor). Routers and "
-        "norms are always fp32, embeddings and head have 8 bits at least; with --calibration the codes of q8_0 and "
-        "below lose least on the text.",
+        description="Type of all weights (default: f16, or with --size or --target-bpw chosen for each tensor). "
+        "Routers and norms are always fp32, embeddings and head have 8 bits at least; with --calibration the codes of "
+        "q8_0 and below are chosen to lose least on the text.",
     )
-    experts_type: NumberType | None = Field(None, description="Of the routed experts alone (default: as --type).")
+    experts_type: NumberType | None = Field(None, description="Type of the routed experts (default: as --type).")
     size: ByteSize | None = Field(
         None,
-        description="Give every tensor the type in which it loses least on the text (--calibration; else the bundled "
-        "one), in a file of so many bytes at most, e.g. 12GB.",
+        description="Largest size of the file, e.g. 12GB: every tensor gets the type in which least is lost on the "
+        "text (--calibration, or else the bundled one). Usually the best choice.",
     )
     pre_tokenizer: str | None = Field(
         None,
