@@ -2,7 +2,8 @@
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -44,7 +45,7 @@ def unpacked_linear(operands: Sequence[Operand], inputs: Tensor) -> Tensor:
     time: `[tokens, in]` → `[tokens, out]`."""
     numbers = _numbers(operands)
     if not multiplies(inputs.dtype):
-        return _part_by_part(numbers, operands[0].shape, inputs)
+        return _part_by_part(partial(_unpacked, numbers), operands[0].shape, inputs)
     inputs = inputs.contiguous()
     output = inputs.new_empty(len(inputs), operands[0].shape[0])
     library().moetool_multiply(
@@ -77,15 +78,42 @@ def built_for() -> str:
     return name.decode()
 
 
-def _part_by_part(numbers: Tensor, shape: tuple[int, int], inputs: Tensor) -> Tensor:
-    """The same by torch's own products. The part comes first in them: oneDNN takes up to half the time then, since rows
-    are many and tokens are few."""
+def converted_linear(inputs: Tensor, matrix: Tensor) -> Tensor:
+    """Inputs times a matrix of another dtype, of which a part is converted at a time: `[tokens, in]`, `[out, in]` →
+    `[tokens, out]` in the dtype of the inputs, not contiguous."""
+
+    def fill(first: int, out: Tensor) -> None:
+        out.copy_(matrix[first : first + len(out)])
+
+    return _part_by_part(fill, (matrix.shape[0], matrix.shape[1]), inputs)
+
+
+@cache
+def lacks_products(dtype: torch.dtype) -> bool:
+    """Whether this processor has no instructions for products in a 16-bit dtype, as one with AVX2 alone: torch then
+    multiplies number by number, at an eighth of the speed of fp32."""
+    probes = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    supports = getattr(torch.ops.mkldnn, probes.get(dtype, ""), None)
+    return supports is not None and not supports()
+
+
+def _part_by_part(fill: Callable[[int, Tensor], object], shape: tuple[int, int], inputs: Tensor) -> Tensor:
+    """Inputs times a matrix `shape`, by torch's own products, in the dtype of the inputs: `[tokens, in]` → `[tokens,
+    out]`, not contiguous.
+
+    Args:
+        fill: writes the rows of the matrix that begin with one of these into a tensor.
+        shape: of the matrix.
+        inputs: of the product.
+    """
     rows, columns = shape
     step = max(1, min(rows, _PART // columns))
     scratch = _scratch(step * columns, inputs.dtype).view(step, columns)
     output = inputs.new_empty(rows, len(inputs))
     for first in range(0, rows, step):
-        part = _unpacked(numbers, first, scratch[: rows - first])
+        part = scratch[: rows - first]
+        fill(first, part)
+        # The part comes first: oneDNN takes up to half the time then, since rows are many and tokens are few.
         torch.mm(part, inputs.t(), out=output[first : first + len(part)])
     return output.t()
 

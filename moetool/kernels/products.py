@@ -35,7 +35,10 @@ def linear(products: Products, inputs: Tensor, out_features: int) -> Tensor:
     """Inputs times a matrix `[out, in]`, in their dtype: `[tokens, in]` → `[tokens, out]`. For many tokens.
 
     What has to be unpacked is unpacked in one; factors stay factors. Products for some outputs stand for all there is.
+    A processor without products of 16-bit numbers computes in fp32, and rounds once.
     """
+    if inputs.device.type == "cpu" and cpu.lacks_products(inputs.dtype):
+        return linear(products, inputs.float(), out_features).to(inputs.dtype)
     singles = [chain[0] for chain in products if len(chain) == 1 and chain[0].places is None]
     output: Tensor | None = None
     if is_packed(products):
@@ -70,13 +73,19 @@ def _add(total: Tensor | None, part: Tensor) -> Tensor:
 def _chain(chain: Sequence[Operand], inputs: Tensor) -> Tensor:
     for operand in chain:
         if operand.kind == "numbers":
-            matrix = operand.data.to(inputs.dtype)
-            inputs = inputs @ matrix if operand.transposed else F.linear(inputs, matrix)
+            inputs = _times(inputs, operand.data.t() if operand.transposed else operand.data)
         elif operand.transposed:
             inputs = inputs @ _kernels(inputs).unpacked(operand, inputs.dtype)
         else:
             inputs = _kernels(inputs).unpacked_linear([operand], inputs)
     return inputs
+
+
+def _times(inputs: Tensor, matrix: Tensor) -> Tensor:
+    """Inputs times a matrix `[out, in]` of numbers, converted to their dtype where it has another."""
+    if inputs.dtype != matrix.dtype and inputs.device.type == "cpu":
+        return cpu.converted_linear(inputs, matrix)
+    return F.linear(inputs, matrix.to(inputs.dtype))
 
 
 def _kernels(inputs: Tensor) -> ModuleType:

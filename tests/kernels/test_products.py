@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.compiled import compiler
+from moetool.kernels import cpu
 from moetool.kernels.products import linear, routed
 from moetool.kernels.table import Table
 from moetool.numerics.packing import packed_size
@@ -54,6 +55,26 @@ def test_every_representation(kind: str, instructions: str) -> None:
                     assert error(found, inputs.double() @ exact.T) < 1e-5, (spec, shape, dtype, tokens)
                 seen += 1
     assert seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", list(representations()))
+def test_where_the_processor_has_no_products_of_16_bits(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is computed in fp32, and the result is rounded once."""
+    monkeypatch.setattr(cpu, "lacks_products", lambda dtype: dtype != torch.float32)
+    shape = (24, 32)
+    representation = parse_representation(representations()[kind].examples[0]).fitted(shape)
+    stored = {name: own.contiguous() for name, own in representation.encode(torch.randn(shape), dtype).items()}
+    weight = representation.build(shape, dtype, CPU)
+    weight.load_state_dict({name: stored[name] for name in representation.tensors(shape)}, assign=True)
+    weight.share(stored)
+    inputs = torch.randn(9, shape[1]).to(dtype)
+    found = linear(weight.products(), inputs, shape[0])
+    assert found.dtype == dtype
+    assert error(found, inputs.double() @ weight.dense().detach().double().T) < torch.finfo(dtype).eps
 
 
 def coded(bits: int, shape: tuple[int, int], group: int, seed: int = 0) -> Operand:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from moetool.architectures import MoEShape
 from moetool.compiled.compiler import problem
 from moetool.format.layout import LayerLayout
-from moetool.kernels import vector
+from moetool.kernels import cpu, vector
 from moetool.quiet import quiet
 from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.linear import TokenLinear, multiply_by_kernels
@@ -49,6 +50,23 @@ def test_one_token_by_a_kernel(bias: bool, counted: list[int]) -> None:
     assert (found - nn.Linear.forward(own, tokens)).abs().max() < 0.02
     assert own(tokens).shape == (2, 1, 40)
     assert len(counted) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_many_tokens_where_the_processor_has_no_products_of_16_bits(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in fp32, rounded once; a matrix is converted in parts, and the last of them is smaller."""
+    monkeypatch.setattr(cpu, "lacks_products", lambda dtype: dtype != torch.float32)
+    monkeypatch.setattr(cpu, "_PART", 70 * 16)
+    own, tokens = layer(bias).to(dtype), torch.randn(2, 3, 70).to(dtype)
+    wanted = F.linear(tokens.float(), own.weight.float(), own.bias.float() if bias else None)
+    found = own(tokens)
+    assert found.is_contiguous()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
