@@ -35,6 +35,7 @@ static void score(const Attention& a, const uint8_t* keys, const float* queries,
     vf sums[N] = {};
     for (long i = 0; i < a.width; i += W) {
       const vf key = read<F>(keys, t * a.key.token + i);
+#pragma GCC unroll 8
       for (int n = 0; n < N; n++) sums[n] += key * load(queries + n * a.width + i);
     }
     for (int n = 0; n < N; n++) scores[n * apart + t] = total(sums[n]);
@@ -62,8 +63,10 @@ template <Form F, int N, int V>
 static void mix(const Attention& a, const uint8_t* values, const float* scores, long apart, const float* sums, long first, uint8_t* out) {
   vf mixed[N][V] = {};
   for (long t = 0; t < a.length; t++)
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
       const vf value = read<F>(values, t * a.value.token + first + v * W);
+#pragma GCC unroll 8
       for (int n = 0; n < N; n++) mixed[n][v] += value * scores[n * apart + t];
     }
   for (int n = 0; n < N; n++)

@@ -112,7 +112,7 @@ class Lanes {
     const vf aa = dot(a, under, n), ax = dot(a, image + part, n);
     if (!type.has_minimum) {
       const vf found = as_half(d + ax * inverse(aa)), step = found - d;
-      const vf kept = step * (2 * ax - step * aa) > 0 ? step : vf{};
+      const vf kept = choose(step * (2 * ax - step * aa) > 0, step, vf{});
       d = d + kept;
       for (long k = 0; k < left; k++) image[part + k] -= kept * under[k];
       return;
@@ -122,11 +122,11 @@ class Lanes {
     const vf bb = dot(b, beneath, n), ab = dot(b, under, n), bx = dot(b, image + part, n);
     const vf determinant = aa * bb - ab * ab;
     const vi usable = determinant > 1e-4f * aa * bb;
-    const vf over = usable ? inverse(determinant) : vf{};
-    const vf step = as_half(d + (usable ? (ax * bb - ab * bx) * over : ax * inverse(aa))) - d;
+    const vf over = choose(usable, inverse(determinant), vf{});
+    const vf step = as_half(d + choose(usable, (ax * bb - ab * bx) * over, ax * inverse(aa))) - d;
     const vf shift = as_half(dmin - (bx * aa - ab * ax) * over) - dmin;
     const vf gain = 2 * (step * ax - shift * bx) - step * (step * aa - 2 * shift * ab) - shift * shift * bb;
-    const vf steps = gain > 0 ? step : vf{}, shifts = gain > 0 ? shift : vf{};
+    const vf steps = choose(gain > 0, step, vf{}), shifts = choose(gain > 0, shift, vf{});
     d = d + steps, dmin = dmin + shifts;
     for (long k = 0; k < left; k++) image[part + k] -= steps * under[k] - shifts * beneath[k];
   }
@@ -143,8 +143,8 @@ class Lanes {
       const vf most = vf{} + (type.scale_high - type.scale_low) / type.scale_step;
       const vf found = rounded(within(place, 0, most[0])) * type.scale_step + type.scale_low, step = (found - scale) * d;
       const vi better = step * (2 * ax - step * aa) > 0;
-      scale = better ? found : scale;
-      for (long k = 0; k < n; k++) image[part + k] -= (better ? step : vf{}) * under[k];
+      scale = choose(better, found, scale);
+      for (long k = 0; k < n; k++) image[part + k] -= choose(better, step, vf{}) * under[k];
       return;
     }
     float sums[MOST], sum = 0;
@@ -156,9 +156,9 @@ class Lanes {
     }
     const vf bb = vf{} + sum;
     vf determinant = aa * bb - ab * ab;
-    determinant = determinant > 1e-6f * aa * bb ? determinant : 1e-6f * aa * bb;
+    determinant = choose(determinant > 1e-6f * aa * bb, determinant, 1e-6f * aa * bb);
     const vf ideal = within(scale + (ax * bb - ab * bx) * inverse(determinant * d), type.scale_low - 1, type.scale_high + 1);
-    const vf nearby = rounded(ideal), down = nearby > ideal ? nearby - 1.f : nearby;
+    const vf nearby = rounded(ideal), down = choose(nearby > ideal, nearby - 1.f, nearby);
     const vf over = inverse(bb * dmin);
     vf most{}, best = scale, best_minimum = minimum;
     for (const vf place : {down, down + 1.f, scale}) {
@@ -168,7 +168,7 @@ class Lanes {
       const vf shift = (other - minimum) * dmin;
       const vf gain = 2 * (step * ax - shift * bx) - step * (step * aa - 2 * shift * ab) - shift * shift * bb;
       const vi better = gain > most;
-      most = better ? gain : most, best = better ? tried : best, best_minimum = better ? other : best_minimum;
+      most = choose(better, gain, most), best = choose(better, tried, best), best_minimum = choose(better, other, best_minimum);
     }
     const vf step = (best - scale) * d, shift = (best_minimum - minimum) * dmin;
     scale = best, minimum = best_minimum;
@@ -180,7 +180,7 @@ class Lanes {
     const vf over = inverse(scale);
     for (long k = 0; k < type.group; k++) {
       const float* row = span.gram + (part + k) * span.stride + part;
-      const vf now = levels[part + k], place = scale == 0 ? vf{} : now + image[part + k] * over / row[k];
+      const vf now = levels[part + k], place = choose(scale == 0, vf{}, now + image[part + k] * over / row[k]);
       levels[part + k] = nearest.near(place);
       const vf change = (levels[part + k] - now) * scale;
       for (long j = k + 1; j < type.group; j++) image[part + j] -= change * row[j];
@@ -196,7 +196,7 @@ class Lanes {
       for (long k = 0; k < TOGETHER; k++) {
         vf moved{};
         for (long j = 0; j < TOGETHER; j++) moved += image[begin + j] * metric.inverse[k][j];
-        places[k] = scale == 0 ? vf{} : levels[begin + k] + moved * over;
+        places[k] = choose(scale == 0, vf{}, levels[begin + k] + moved * over);
       }
       points.near(places, metric.own, found);
       for (long k = 0; k < TOGETHER; k++) change[k] = (found[k] - levels[begin + k]) * scale;
@@ -206,8 +206,8 @@ class Lanes {
         gain += change[k] * (2 * image[begin + k] - own);
       }
       for (long k = 0; k < TOGETHER; k++) {
-        change[k] = gain > 0 ? change[k] : vf{};
-        levels[begin + k] = gain > 0 ? found[k] : levels[begin + k];
+        change[k] = choose(gain > 0, change[k], vf{});
+        levels[begin + k] = choose(gain > 0, found[k], levels[begin + k]);
       }
       follow(begin + TOGETHER, part + type.group, begin, change, TOGETHER);
     }
@@ -332,14 +332,14 @@ class Group {
     const vf alone = qx * inverse(qq);
     if (!type.has_minimum) { scale = alone; return; }
     const vf determinant = qq * one - q * q;
-    const vf fitted = determinant > 1e-6f * qq * one ? (qx * one - q * sum) * inverse(determinant) : vf{};
+    const vf fitted = choose(determinant > 1e-6f * qq * one, (qx * one - q * sum) * inverse(determinant), vf{});
     const vf shift = (q * fitted - sum) / one;
     const vi usable = fitted > 0;
     if (type.minimum_low == 0) {
       const vi positive = usable & (shift > 0);
-      scale = positive ? fitted : alone, minimum = positive ? shift : vf{};
+      scale = choose(positive, fitted, alone), minimum = choose(positive, shift, vf{});
     } else {
-      scale = usable ? fitted : scale, minimum = usable ? shift : minimum;
+      scale = choose(usable, fitted, scale), minimum = choose(usable, shift, minimum);
     }
   }
 
@@ -351,12 +351,12 @@ class Group {
     vf high = vf{} - __builtin_inff(), low = vf{} + __builtin_inff();
     for (long k = 0; k < type.group; k++) {
       x[k] = load_lanes(own.inputs + (group * type.group + k) * own.rows + row, count);
-      high = x[k] > high ? x[k] : high, low = x[k] < low ? x[k] : low;
+      high = choose(x[k] > high, x[k], high), low = choose(x[k] < low, x[k], low);
     }
     weights = own.weights + group * type.group;
     const float lowest = type.levels[0], highest = type.levels[type.count - 1];
-    if (type.has_minimum && type.minimum_low == 0) low = low > 0 ? vf{} : low;
-    const vf largest = high > -low ? high : low, whole = type.has_minimum ? (high - low) / highest : largest / lowest;
+    if (type.has_minimum && type.minimum_low == 0) low = choose(low > 0, vf{}, low);
+    const vf largest = choose(high > -low, high, low), whole = type.has_minimum ? (high - low) / highest : largest / lowest;
     const bool is_symmetric = lowest == -highest, both = !type.has_minimum && !is_symmetric && type.count <= 16;
     vf best = vf{} + __builtin_inff(), scale{}, minimum{};
     for (long i = 0; i < own.tried; i++)
@@ -372,8 +372,8 @@ class Group {
           const vf left = values[k] * tried - shift - x[k];
           lost += left * left * weights[k];
         }
-        scale = lost < best ? tried : scale, minimum = lost < best ? shift : minimum;
-        best = lost < best ? lost : best;
+        scale = choose(lost < best, tried, scale), minimum = choose(lost < best, shift, minimum);
+        best = choose(lost < best, lost, best);
       }
     store_lanes(own.scales + group * own.rows + row, count, scale);
     store_lanes(own.minima + group * own.rows + row, count, minimum);

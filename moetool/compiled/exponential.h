@@ -3,12 +3,20 @@
 #include <cmath>
 #include "vectors.h"
 
+static inline vf nearest_whole(vf v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return vf(_mm256_round_ps(v.low, _MM_FROUND_CUR_DIRECTION), _mm256_round_ps(v.high, _MM_FROUND_CUR_DIRECTION));
+#else
+  vf whole;
+  for (int i = 0; i < W; i++) whole[i] = std::rint(v[i]);
+  return whole;
+#endif
+}
 // eˣ as torch's vectors have it, by Sleef's polynomial (u10, Boost license): the same bits where there is FMA.
 static inline vf exponential(vf x) {
   const vf scaled = x * 1.442695040888963407f;
-  vf whole;
-  for (int i = 0; i < W; i++) whole[i] = std::rint(scaled[i]);
-  const vi power = __builtin_convertvector(whole, vi);
+  const vf whole = nearest_whole(scaled);
+  const vi power = to_int(whole);
   vf s = whole * -0.693145751953125f + x;
   s = whole * -1.428606765330187045e-06f + s;
   vf u = s * 0.000198527617612853646278381f + 0.00139304355252534151077271f;
@@ -19,6 +27,6 @@ static inline vf exponential(vf x) {
   u = s * s * u + s + 1.f;
   const vi half = power >> 1;
   u = u * (vf)((vu)(half + 127) << 23) * (vf)((vu)(power - half + 127) << 23);
-  u = x < -104.f ? vf{} : u;
-  return x > 100.f ? vf{} + INFINITY : u;
+  u = choose(x < -104.f, vf{}, u);
+  return choose(x > 100.f, vf{} + INFINITY, u);
 }

@@ -30,11 +30,13 @@ struct Narrow {
     return sum;
 #endif
   }
-  // table[code & 15]
+  // table[code & 15] for the codes in bytes, in the order that `in_order` gives their columns.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   typedef __m256i Table;
   static Table table(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-  static Words look(const Table& t, Words code) { return (Words)_mm256_permutexvar_epi16((__m256i)code, t); }
+  static void levels(const Table& t, Words codes, Words* out) {
+    for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm256_permutexvar_epi16((__m256i)(codes >> (8 * odd)), t);
+  }
 #elif defined(__AVX2__)
   struct Table { __m256i low, high; };
   static Table table(const int16_t* p) {
@@ -42,16 +44,16 @@ struct Narrow {
     for (int i = 0; i < 16; i++) { low[i] = (uint8_t)p[i]; high[i] = (uint8_t)(p[i] >> 8); }
     return {_mm256_broadcastsi128_si256(*(__m128i*)low), _mm256_broadcastsi128_si256(*(__m128i*)high)};
   }
-  static Words look(const Table& t, Words code) {  // bytes of 128 and more give zero
-    const Words at = code & 15;
-    return (Words)_mm256_shuffle_epi8(t.low, (__m256i)(at | 0x8000)) | (Words)_mm256_shuffle_epi8(t.high, (__m256i)(at << 8 | 0x80));
+  static void levels(const Table& t, Words codes, Words* out) {
+    const __m256i at = (__m256i)(codes & 0x0f0f), low = _mm256_shuffle_epi8(t.low, at), high = _mm256_shuffle_epi8(t.high, at);
+    out[0] = (Words)_mm256_unpacklo_epi8(low, high), out[1] = (Words)_mm256_unpackhi_epi8(low, high);
   }
 #else
   struct Table { int16_t at[16]; };
   static Table table(const int16_t* p) { Table t; memcpy(t.at, p, sizeof t.at); return t; }
-  static Words look(const Table& t, Words code) {
-    for (int i = 0; i < 16; i++) code[i] = (uint16_t)t.at[code[i] & 15];
-    return code;
+  static void levels(const Table& t, Words codes, Words* out) {
+    for (int odd = 0; odd < 2; odd++)
+      for (int i = 0; i < 16; i++) out[odd][i] = (uint16_t)t.at[codes[i] >> (8 * odd) & 15];
   }
 #endif
 };
@@ -73,8 +75,24 @@ struct Wide {
 #endif
   }
   static Table table(const int16_t* p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)); }
-  static Words look(const Table& t, Words code) { return (Words)_mm512_permutexvar_epi16((__m512i)code, t); }
+  static void levels(const Table& t, Words codes, Words* out) {
+    for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm512_permutexvar_epi16((__m512i)(codes >> (8 * odd)), t);
+  }
 };
 #else
 typedef Narrow Wide;
 #endif
+// The words that stand for 16 numbers of an input, from column i on, in the order in which `levels` has their columns. Within
+// as many columns as a vector has bytes the even ones come before the odd ones; in AVX2 the first 8 and the third 8 of 32
+// before the others, since bytes are made words in halves of a vector.
+static inline void in_order(vi numbers, long i, long columns, int16_t* words) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)numbers.low, (__m256i)numbers.high), 0xd8);
+  int16_t* to = words + i / 32 * 32 + i % 32 / 2;
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(both));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm256_extracti128_si256(both, 1));
+#else
+  int16_t* even = words + i / columns * columns + i % columns / 2;
+  for (int j = 0; j < W / 2; j++) even[j] = (int16_t)numbers[2 * j], even[columns / 2 + j] = (int16_t)numbers[2 * j + 1];
+#endif
+}

@@ -18,13 +18,13 @@ struct BlockType {
 
 static inline vf within(vf v, float low, float high) {  // not a number becomes `low`
   const vf l = vf{} + low, h = vf{} + high;
-  v = v > l ? v : l;
-  return v < h ? v : h;
+  v = choose(v > l, v, l);
+  return choose(v < h, v, h);
 }
 static inline vf rounded(vf v) {  // to even, as torch does; below 2^22
   return (v + 12582912.f) - 12582912.f;
 }
-static inline vf inverse(vf v) { return v == 0 ? vf{} : 1.f / v; }
+static inline vf inverse(vf v) { return choose(v == 0, vf{}, 1.f / v); }
 static inline vf size_of(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
 // The level nearest to each place, of a number by itself.
@@ -40,12 +40,12 @@ class Nearest {
     for (long i = 1; !t.is_even && i < t.count; i++) middles[i] = (t.levels[i - 1] + t.levels[i]) / 2;
   }
   vi code(vf place) const {
-    if (type.is_even) return __builtin_convertvector(rounded(within(place, low, high)) - low, vi);
+    if (type.is_even) return to_int(rounded(within(place, low, high)) - low);
     vi found{};
     for (long i = 1; i < type.count; i++) found -= place > middles[i];  // true is −1
     return found;
   }
-  vf level(vi code) const { return type.is_even ? __builtin_convertvector(code, vf) + low : lookup(few, code); }
+  vf level(vi code) const { return type.is_even ? to_float(code) + low : lookup(few, code); }
   vf near(vf place) const { return type.is_even ? rounded(within(place, low, high)) : level(code(place)); }
 };
 
@@ -68,7 +68,7 @@ class NearestPoints {
   void sizes_of(vi point, vf* sizes) const {
     for (long word = 0; word < type.together / 4; word++) {
       const vi packed = (vi)gather((const float*)type.points, point * (int)(type.together / 4) + (int)word);
-      for (long k = 0; k < 4; k++) sizes[4 * word + k] = __builtin_convertvector((packed >> (int)(8 * k)) & 255, vf);
+      for (long k = 0; k < 4; k++) sizes[4 * word + k] = to_float((packed >> (int)(8 * k)) & 255);
     }
   }
 
@@ -104,21 +104,21 @@ class NearestPoints {
         for (long k = 0; k < TOGETHER; k++) {
           const vf size = k < type.together ? sizes[0][t][k] : sizes[1][u][k - type.together];
           const vi negative = places[k] < 0;
-          values[k] = negative ? -size : size;
+          values[k] = choose(negative, -size, size);
           odd ^= negative;
           const vf cost = size_of(places[k]) * size * metric[k][k];
           const vi better = cost < cheapest;
-          cheapest = better ? cost : cheapest;
-          turned = better ? vi{} + (int)k : turned;
+          cheapest = choose(better, cost, cheapest);
+          turned = choose(better, vi{} + (int)k, turned);
         }
         for (long k = 0; k < TOGETHER; k++) {
-          if (type.has_even_signs) values[k] = (odd & (turned == (int)k)) ? -values[k] : values[k];
+          if (type.has_even_signs) values[k] = choose(odd & (turned == (int)k), -values[k], values[k]);
           errors[k] = places[k] - values[k];
         }
         const vf lost = square(errors, metric);
         const vi better = (lost < least) | ((t | u) ? vi{} : vi{} - 1);  // a first one, whatever the numbers are
-        least = better ? lost : least;
-        for (long k = 0; k < TOGETHER; k++) found[k] = better ? values[k] : found[k];
+        least = choose(better, lost, least);
+        for (long k = 0; k < TOGETHER; k++) found[k] = choose(better, values[k], found[k]);
       }
   }
 };

@@ -93,6 +93,7 @@ template <Form F, class V> static inline void codes(const Operand& m, long q, lo
     return;
   }
   if (F == CODES1) code = code >> (Number)(4 * (q % 2));
+#pragma GCC unroll 8
   for (int j = 0; j < served(F); j++) out[j] = code >> (Number)(j * bits(F));
 }
 // The three bits of the rows that are `eighths` of all of them down from row q, from 16 columns on.
@@ -125,12 +126,13 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   if (F == CODES8 || F == INT8) {
     vi code = bytes(m.data + q * n + column);
     code = F == INT8 ? ((code ^ 128) - 128) : code - 127;
-    out[0] = __builtin_convertvector(code, vf);
+    out[0] = to_float(code);
     return;
   }
   if (F == NF4) { out[0] = lookup(levels, nibbles(m.data + (q * n + column) / 2)); return; }
   if (in_trellis(F)) {
     constexpr bool is_halved = bits(F) % 2;  // a byte serves more rows than a call
+#pragma GCC unroll 8
     for (int j = 0; j < served(F); j++) {
       const int stripe = bits(F) == 1 ? 4 * (q % 2) + j : bits(F) == 3 ? 2 * j + q % 2 : j;
       out[j] = gather(m.levels, windows<F>(m, is_halved ? q / 2 : q, stripe, column));
@@ -139,6 +141,7 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   }
   vi code[served(F)];
   codes<F>(m, q, column, code);
+#pragma GCC unroll 8
   for (int j = 0; j < served(F); j++) out[j] = lookup(levels, code[j]);
 }
 // The same of one row.

@@ -22,21 +22,30 @@ template <Form F, int N, int B> static inline void dot(const Operand m, long q, 
     vf part[B][P][N] = {};
     for (long i = start; i < start + group; i += W) {
       vf x[N];
+#pragma GCC unroll 8
       for (int n = 0; n < N; n++) x[n] = load(batch.x[n] + i);
+#pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
         vf w[P];
         decode<F>(m, levels, q + b, i, w);
+#pragma GCC unroll 8
         for (int j = 0; j < P; j++)
+#pragma GCC unroll 8
           for (int n = 0; n < N; n++) part[b][j][n] += w[j] * x[n];
       }
     }
+#pragma GCC unroll 8
     for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
       for (int j = 0; j < P; j++) {
         const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j) * groups + g) : 1;
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) sums[b][j][n] += part[b][j][n] * s;
       }
   }
+#pragma GCC unroll 8
   for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
     for (int j = 0; j < P; j++)
       for (int n = 0; n < N; n++) batch.y[n][place(m, row_of<F>(m, q + b, j))] += total(sums[b][j][n]);
 }
@@ -54,11 +63,15 @@ template <Form F, int N> static inline void dot_many(const Operand m, const Halv
         vf w[4];
         decode_many<F>(m, table, q, j, i, w);
         for (int n = 0; n < N; n++)
+#pragma GCC unroll 8
           for (int k = 0; k < 4; k++) part[j][n] += w[k] * load(batch.x[n] + i + k * W);
       }
+#pragma GCC unroll 8
     for (int j = 0; j < P; j++)
+#pragma GCC unroll 8
       for (int n = 0; n < N; n++) sums[j][n] += part[j][n] * scale(m, (q + j * stripe) * groups + g);
   }
+#pragma GCC unroll 8
   for (int j = 0; j < P; j++)
     for (int n = 0; n < N; n++) batch.y[n][place(m, q + j * stripe)] += total(sums[j][n]);
 }
@@ -100,18 +113,24 @@ template <Form F, int N, int B> static inline void mix(const Operand m, long q, 
   const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long groups = coded(F) ? m.columns / m.group : 0;
   float x[B][P][N];
+#pragma GCC unroll 8
   for (int b = 0; b < B; b++)
+#pragma GCC unroll 8
     for (int j = 0; j < P; j++)
       for (int n = 0; n < N; n++) x[b][j][n] = batch.x[n][row_of<F>(m, q + b, j)];
   for (long c = begin; c < end; c += W) {
     const long g = coded(F) ? c / m.group : 0;
     vf sums[N];
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++) sums[n] = load(batch.y[n] + c);
+#pragma GCC unroll 8
     for (int b = 0; b < B; b++) {
       vf w[P];
       decode<F>(m, levels, q + b, c, w);
+#pragma GCC unroll 8
       for (int j = 0; j < P; j++) {
         const float s = coded(F) ? scale(m, row_of<F>(m, q + b, j) * groups + g) : 1;
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++) sums[n] += w[j] * (s * x[b][j][n]);
       }
     }

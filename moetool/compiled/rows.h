@@ -58,13 +58,16 @@ static bool has_octets(const Operand* matrices, long count) {
 // What `get`, `decode` or `codes`, makes of the rows q, q + rows / 8, ….
 template <Form F, class V, class Get> static inline void octet(const Operand& m, long q, V* out, Get get) {
   constexpr int P = served(F), C = 8 / P;
+#pragma GCC unroll 8
   for (int i = 0; i < C; i++) {
     V w[P];
     get(F == CODES1 || F == CODES3 ? 2 * q + i : q + i * (m.rows / 8), w);
+#pragma GCC unroll 8
     for (int j = 0; j < P; j++) out[F == CODES1 ? 4 * i + j : C * j + i] = w[j];
   }
 }
 template <Form F> static inline void octet_scales(const Operand& m, long q, long column, float* out) {
+#pragma GCC unroll 8
   for (int j = 0; j < 8; j++) {
     const long row = q + j * (m.rows / 8);
     out[j] = coded(F) ? scale(m, (row * m.columns + column) / m.group) : 1;
@@ -85,6 +88,7 @@ static void octets(const Operand m, const Operand base, long q, long begin, long
       vf w[8], b[8];
       octet<F>(m, q, w, [&](long call, vf* to) { decode<F>(m, levels, call, i, to); });
       if (BASE) octet<BASE>(base, q, b, [&](long call, vf* to) { decode<BASE>(base, base_levels, call, i, to); });
+#pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
         w[j] *= s[j];
         if (BASE) w[j] += coded(BASE) ? b[j] * t[j] : b[j];
@@ -119,6 +123,7 @@ static void tabled_octets(const Operand m, const Operand base, long q, long begi
       vh code[8], over[8];
       octet<F>(m, q, code, [&](long call, vh* to) { codes<F>(m, call, i, to); });
       if (BASE) octet<BASE>(base, q, over, [&](long call, vh* to) { codes<BASE>(base, call, i, to); });
+#pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
         __m512i at = (__m512i)(BASE ? (code[j] & (int16_t)((1 << bits(F)) - 1)) | (over[j] << (int16_t)bits(F)) : code[j]);
         const __m512i *table = (const __m512i*)tables[j];

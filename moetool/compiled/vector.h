@@ -11,6 +11,7 @@ static inline float dot(const uint16_t* row, const float* x, long columns) {
   vf sums[SUMS] = {};
   long i = 0;
   for (; i + SUMS * W <= columns; i += SUMS * W)
+#pragma GCC unroll 4
     for (int s = 0; s < SUMS; s++) sums[s] += widened(row + i + s * W) * load(x + i + s * W);
   for (; i + W <= columns; i += W) sums[0] += widened(row + i) * load(x + i);
   float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));

@@ -2,8 +2,8 @@
 //
 // An input is cut into blocks, within the groups that share a scale in the matrix, and is scale · a word of 14 bits in
 // each; levels are words of 15 bits. A block's sum of products is then less than 2³¹, and what both lose is a hundredth
-// of what a byte of each would. It is too much beside codes of 8 bits, which lose next to nothing. Of as many columns as a vector has bytes, the even ones come before the odd ones: so
-// they meet codes that lie in the low and in the high bytes of words.
+// of what a byte of each would. It is too much beside codes of 8 bits, which lose next to nothing. The words of an input
+// lie in the order in which levels come of the codes in bytes (`in_order`).
 #pragma once
 #include <cmath>
 #include "lanes.h"
@@ -32,7 +32,7 @@ static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t*
     vi most = {};
     for (long i = b * block; i < (b + 1) * block; i += W) {
       const vi magnitude = (vi)load(x + i) & 0x7fffffff;  // ordered as the numbers are; the largest are not finite
-      most = magnitude > most ? magnitude : most;
+      most = choose(magnitude > most, magnitude, most);
     }
     int32_t largest = 0;
     for (int i = 0; i < W; i++) largest = std::max(largest, most[i]);
@@ -43,11 +43,7 @@ static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t*
     const float inverse = scales[b] ? 1 / scales[b] : 0;
     for (long i = b * block; i < (b + 1) * block; i += W) {
       const vi rounded = (vi)(load(x + i) * inverse + 12582912.f);  // 1.5 · 2²³: whole numbers are in its lower bits
-      int16_t* even = words + i / step * step + i % step / 2;
-      for (int j = 0; j < W / 2; j++) {
-        even[j] = (int16_t)rounded[2 * j];
-        even[step / 2 + j] = (int16_t)rounded[2 * j + 1];
-      }
+      in_order((rounded << 16) >> 16, i, step, words);
     }
   }
   return {words, scales, true};
@@ -73,28 +69,24 @@ template <Form F> static const Levels& levels_of(const Operand& m) {
 constexpr int together(Form f) { return bits(f) % 2 ? 8 : 8 / bits(f); }
 template <Form F> static inline long own_row(const Operand& m, long q, int j) { return q + j * (m.rows / together(F)); }
 
-// The codes of V::COLUMNS columns of these rows, the even ones and the odd ones. Above them are those of neighbours.
-template <class V, Form F> static inline void read(const Operand& m, long q, long column, typename V::Words (*out)[2]) {
+// The codes of V::COLUMNS columns of these rows, in bytes. Above them are those of neighbours.
+template <class V, Form F> static inline void read(const Operand& m, long q, long column, typename V::Words* out) {
   const uint8_t* own = m.data + q * m.columns + column;
   const auto codes = V::load(own);
   if constexpr (F == CODES3) {
     const long eighth = m.rows / 8;
     const auto third = V::load(m.data + (2 * eighth + q) * m.columns + column);
+#pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       const auto two = odd ? V::load(own + eighth * m.columns) : codes, one = third << (2 - odd);
       // Third bits go where the neighbours' lower ones were.
       const auto even = (two & 0x3333) | (one & 0xcccc), other = (two & 0xcccc) | (one & 0x3333);
-      for (int side = 0; side < 2; side++) {
-        out[odd][side] = even >> (8 * side);
-        out[2 + odd][side] = other >> (8 * side + 2);
-        out[4 + odd][side] = even >> (8 * side + 4);
-      }
-      out[6 + odd][0] = other >> 6;
-      out[6 + odd][1] = (two >> 14) | ((third >> (12 + odd)) & 4);
+      out[odd] = even, out[2 + odd] = other >> 2, out[4 + odd] = even >> 4;
+      out[6 + odd] = (other >> 6) | ((third >> (4 + odd)) & 0x0400);
     }
   } else {
-    for (int j = 0; j < together(F); j++)
-      for (int side = 0; side < 2; side++) out[j][side] = codes >> (8 * side + j * bits(F));
+#pragma GCC unroll 8
+    for (int j = 0; j < together(F); j++) out[j] = codes >> (j * bits(F));
   }
 }
 // y[row] += M[row] · x for the rows that belong to q and N tokens, which share what is looked up. Their numbers are those
@@ -111,15 +103,17 @@ static inline void whole_dot(const Operand m, const typename V::Table& table, fl
     for (const long stop = b + each; b < stop; b++) {
       typename V::Ints part[N][P] = {};
       for (long i = b * block; i < (b + 1) * block; i += V::COLUMNS) {
-        typename V::Words inputs[N][2], codes[P][2];
+        typename V::Words inputs[N][2], codes[P];
         for (int n = 0; n < N; n++)
           for (int side = 0; side < 2; side++) inputs[n][side] = V::load(x[n]->words + i + side * (V::COLUMNS / 2));
         read<V, F>(m, q, i, codes);
-        for (int j = 0; j < P; j++)
-          for (int side = 0; side < 2; side++) {
-            const auto levels = V::look(table, codes[j][side]);
-            for (int n = 0; n < N; n++) part[n][j] = V::add(part[n][j], levels, inputs[n][side]);
-          }
+#pragma GCC unroll 8
+        for (int j = 0; j < P; j++) {
+          typename V::Words levels[2];
+          V::levels(table, codes[j], levels);
+          for (int n = 0; n < N; n++)
+            for (int side = 0; side < 2; side++) part[n][j] = V::add(part[n][j], levels[side], inputs[n][side]);
+        }
       }
       for (int n = 0; n < N; n++)
         for (int j = 0; j < P; j++)
