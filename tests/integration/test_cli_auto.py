@@ -223,6 +223,7 @@ def test_plan_and_run_mix_the_same(alike: Path, tiny_text: Path) -> None:
     assert stage.experts_at_once == plan.experts_at_once
 
 
+@pytest.mark.exhaustive
 def test_killed_runs_resume_to_the_same_bytes(
     crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
 ) -> None:
@@ -285,6 +286,7 @@ def test_a_search_that_was_killed_goes_on(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_an_increase_that_nothing_holds(
     run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

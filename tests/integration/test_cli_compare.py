@@ -10,6 +10,7 @@ from sampling import sampled
 
 
 @pytest.mark.parametrize("share", sampled((0.3, 0.5), [0.3]))
+@pytest.mark.exhaustive
 def test_killed_anywhere_it_ends_with_the_same_models(
     crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tiny_text: Path, tmp_path: Path, share: float
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from checkpoints import tensors_of
+from sampling import sampled
 
 TEXT = ("--samples", 8, "--sequence-length", 32)
 MADE = {
@@ -29,7 +30,7 @@ def equal(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("method", MADE)
+@pytest.mark.parametrize("method", sampled(MADE, ("d2moe", "reap")))
 def test_it_gives_what_the_two_commands_give(
     method: str, words: Any, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_plan_tells_both(words: Any, run_cli: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_most_memory_holds_of_what_was_made(
     words: Any, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_compression(
     assert relative_error(logits(tmp_path / "whole", tokens), expected) < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_a_killed_compression_goes_on_to_the_same_bytes(
     crash: Any, compress: Any, moe: Any, calibration: Any, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_chosen_types_lose_less_than_one_for_all(
     assert divergence(sized[0] / "model.gguf", wide, windows) < divergence(one_type, wide, windows)
 
 
+@pytest.mark.exhaustive
 def test_bits_per_weight_of_a_compressed_model_on_the_bundled_text(run_cli: Any, wide: Path, tmp_path: Path) -> None:
     assert run_cli("compress", wide, tmp_path / "in", "--method", "quantize", "--bits", 4).code == 0
     text = ("--samples", 8, "--sequence-length", 32)

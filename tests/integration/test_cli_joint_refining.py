@@ -23,6 +23,7 @@ def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tin
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_job_was_killed_at_is_not_refined_twice(crash, tiny_mixtral_bf16, calibration, tmp_path):
     """Killed before every fourth of the last changes, when bases and deltas are moved."""
     job = (

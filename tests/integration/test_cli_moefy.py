@@ -359,6 +359,7 @@ def test_eval_of_a_moefied_encoder(run_cli: Any, dense: Any, moefy: Any, tiny_te
     assert half["nll"] != pytest.approx(whole["nll"], rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_without_moetool_it_does_not_load(dense: Any, moefy: Any, tmp_path: Path) -> None:
     """Neither as it is, nor without the entry that says what it is."""
     script = ["import os", "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'", "import sys, transformers"]

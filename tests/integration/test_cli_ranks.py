@@ -46,9 +46,7 @@ def alone(crash, jobs, tmp_path_factory) -> Callable[[str], dict[str, bytes]]:
 
 @pytest.mark.parametrize(
     "name",
-    sampled(
-        ("quantize-delta", "with a text", "export", "upcycle", "moefy", "snip"), ("with a text", "upcycle", "snip")
-    ),
+    sampled(("quantize-delta", "with a text", "export", "upcycle", "moefy", "snip"), ["with a text"]),
 )
 def test_as_one_would(crash, alone, jobs, tmp_path, name):
     expected = alone(name)
@@ -61,7 +59,7 @@ def test_as_one_would(crash, alone, jobs, tmp_path, name):
 
 @pytest.mark.parametrize(
     ("killed", "at", "again"),
-    sampled([(0, 5, 3), (0, 12, 1), (1, 4, 1), (1, 9, 3)], [(1, 4, 1), (0, 5, 3)]),
+    sampled([(0, 5, 3), (0, 12, 1), (1, 4, 1), (1, 9, 3)], [(1, 4, 1)]),
 )
 def test_one_is_killed(crash, alone, jobs, tmp_path, killed, at, again):
     """The other ends by itself, resumably; any number of processes goes on."""
@@ -74,6 +72,7 @@ def test_one_is_killed(crash, alone, jobs, tmp_path, killed, at, again):
     assert contents(output) == alone("quantize-delta")
 
 
+@pytest.mark.exhaustive
 def test_a_layer_is_settled_by_whoever_comes_back(crash, alone, jobs, tmp_path):
     """What is known of a layer, and not settled yet, is there for any number of processes."""
     output, job = tmp_path / "out", jobs["moefy"]
@@ -114,7 +113,7 @@ def test_one_fails(crash, decomposed, tmp_path, where):
     assert ("Process 2 of 2" in told["stderr"]) == (where == 1)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", sampled([0, 1], [0]))
 def test_one_is_asked_to_stop(crash, alone, jobs, tmp_path, asked):
     """Who is finishes what it is at, and the first notes it."""
     output, job = tmp_path / "out", jobs["quantize-delta"]

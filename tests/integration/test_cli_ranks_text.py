@@ -87,6 +87,7 @@ def tokens(tiny_tokens) -> Tensor:
 
 
 @pytest.mark.parametrize("name", sampled(["hybrid", "quantize"], ["quantize"]))
+@pytest.mark.exhaustive
 def test_coded_as_one_would(made, tokens, name):
     check_coded_alike([(made(name, 2, seed), made(name, 1, seed)) for seed in range(3)], tokens)
 
@@ -96,6 +97,7 @@ def test_packed_as_one_would(made, seed):
     check_packed_alike(made("export", 1, seed), made("export", 2, seed))
 
 
+@pytest.mark.exhaustive
 def test_refined_as_one_would(made):
     """Steps of gradients make more of what sums in another order leave in the last digits."""
     assert deviations(made("refined", 2), made("refined", 1)).max() < 1e-3

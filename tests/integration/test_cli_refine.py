@@ -51,6 +51,7 @@ def test_better_than_without(run_cli, arguments, refined, tiny_mixtral_bf16, tin
     assert run_cli("verify", output).code == 0
 
 
+@pytest.mark.exhaustive
 def test_killed_and_continued(crash, arguments, refined, tmp_path) -> None:
     output = tmp_path / "out"
     assert crash(output, arguments, at=75)["code"] == -signal.SIGKILL
@@ -58,6 +59,7 @@ def test_killed_and_continued(crash, arguments, refined, tmp_path) -> None:
     assert contents(output) == contents(refined[0])
 
 
+@pytest.mark.exhaustive
 def test_two_processes(crash, arguments, refined, tiny_mixtral_bf16, tiny_tokens, tmp_path) -> None:
     """Sums in another order flip other codes: not the same bytes, but as good."""
     output = tmp_path / "out"

@@ -253,7 +253,7 @@ def two_processes(crash: Any, tmp_path: Path) -> Any:
     [
         pytest.param({}, id="replicated"),
         pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.exhaustive),
-        pytest.param(FSDP, id="FSDP"),
+        pytest.param(FSDP, id="FSDP", marks=pytest.mark.exhaustive),
         pytest.param(ZERO, id="ZeRO", marks=pytest.mark.skipif(not find_spec("deepspeed"), reason="no deepspeed here")),
     ],
 )

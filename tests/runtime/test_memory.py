@@ -50,6 +50,7 @@ def test_the_heap_gives_back_what_lies_between_blocks_in_use():
     assert len(blocks) == 64
 
 
+@pytest.mark.exhaustive
 def test_products_of_many_shapes_leave_few_programs() -> None:
     """In a process of its own: oneDNN asks once how many it may keep."""
     script = """
