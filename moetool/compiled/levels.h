@@ -73,7 +73,7 @@ class NearestPoints {
   }
 
  public:
-  explicit NearestPoints(const BlockType& t) : type(t), magnitudes(t.count / 2) {
+  explicit NearestPoints(const BlockType& t) : type(t), magnitudes(t.together > 1 ? t.count / 2 : 0) {  // none of single numbers
     const float* sizes = t.levels + magnitudes;
     for (long i = 0; i + 1 < magnitudes; i++) middles[i] = (sizes[i] + sizes[i + 1]) / 2;
   }
