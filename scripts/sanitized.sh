@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer: an access out of bounds or an overflow ends them.
+# Runs the tests of all compiled code with AddressSanitizer and UndefinedBehaviorSanitizer: an access out of bounds or an overflow ends them.
 #
 #   scripts/sanitized.sh [PYTEST ARGUMENTS]
 #
@@ -19,7 +19,7 @@ from moetool.compiled import compiler
 compiler._SECONDS = 1800
 sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", *sys.argv[1:]]))
 '
-[ $# -gt 0 ] || set -- tests/kernels
+[ $# -gt 0 ] || set -- tests/kernels tests/export/test_coding.py tests/numerics/test_trellis.py tests/numerics/test_error_feedback.py
 compile='
 from moetool.compiled import compiler
 compiler._SECONDS = 1800

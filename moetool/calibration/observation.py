@@ -1,4 +1,4 @@
-"""Watching experts at work: what each of them is given, computes and, backwards, is blamed for."""
+"""Watching experts at work: what each of them is given, computes, and the gradients at its outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ class Collector:
     def observe_routing(self, routing: RoutedBatch) -> None:
         """Hook that sees to which experts the tokens of a batch go, and with which weights."""
 
-    def observe_blame(self, gradients: Tensor) -> None:
+    def observe_gradients(self, gradients: Tensor) -> None:
         """Backwards: the gradients of what all experts give together, `[tokens, hidden]`."""
 
     def observe_sum(self, activations: Tensor) -> None:
@@ -118,7 +118,7 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
             collector.observe_sum(summed)
         if result.requires_grad:
             for collector in collectors:
-                result.register_hook(collector.observe_blame)
+                result.register_hook(collector.observe_gradients)
         return result
 
     with replaced(experts, forward):

@@ -126,29 +126,29 @@ class Recorded:
 
         return replaced(self._native, answer)
 
-    def blame(self, blamed: Tensor, collectors: Sequence[Collector], tick: Tick) -> tuple[Tensor, Tensor]:
-        """Backpropagate the gradients `blamed` `[tokens, hidden]` of the experts' summed outputs to their inputs and to
-        the routing weights `[tokens, top_k]`. The last experts come first, as in autograd."""
+    def backpropagate(self, gradients: Tensor, collectors: Sequence[Collector], tick: Tick) -> tuple[Tensor, Tensor]:
+        """Backpropagate `gradients` `[tokens, hidden]` at the summed outputs of the experts to their inputs, and to the
+        routing weights `[tokens, top_k]`. The last experts come first, as in autograd."""
         for part in self.parts:
             for collector in collectors:
-                collector.observe_blame(blamed[part].to(self._model.device))
+                collector.observe_gradients(gradients[part].to(self._model.device))
         given = self.scratch()
         weighing = torch.zeros(self._tokens * self._shape.top_k, 1)
         for experts in reversed(self._model.working_sets):
-            self._blame_set(experts, blamed, collectors, tick, given, weighing)
+            self._backpropagate_set(experts, gradients, collectors, tick, given, weighing)
         return given, weighing.view(self._tokens, self._shape.top_k)
 
-    def _blame_set(
+    def _backpropagate_set(
         self,
         experts: range,
-        blamed: Tensor,
+        gradients: Tensor,
         collectors: Sequence[Collector],
         tick: Tick,
         given: Tensor,
         weighing: Tensor,
     ) -> None:
-        """The same for some experts: adds to `given` and fills in `weighing` `[tokens · top_k, 1]`. What it holds of
-        them is gone when it returns."""
+        """Backpropagate through some experts: add to `given` and fill in `weighing` `[tokens · top_k, 1]`. Nothing of
+        these experts is held when it returns."""
         with self._model.holding(self._index, self._native, experts) as held:
             for part, routing in zip(self.parts, self._routings, strict=True):
                 first = part.start * self._shape.top_k
@@ -162,8 +162,8 @@ class Recorded:
                         work = held.run(expert, inputs)
                         for collector in collectors:
                             collector.observe(expert, rows // self._length, inputs, work)
-                        output = (work.output * weights).to(blamed.dtype)
-                    torch.autograd.backward(output, blamed[part][rows].to(held.device))
+                        output = (work.output * weights).to(gradients.dtype)
+                    torch.autograd.backward(output, gradients[part][rows].to(held.device))
                     assert inputs.grad is not None
                     assert weights.grad is not None
                     given[part].index_add_(0, rows, inputs.grad.to(given))

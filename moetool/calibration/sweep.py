@@ -265,7 +265,7 @@ class Sweep:
         sets = len(self.model.working_sets)
         tick = spread(self.tick, self.batch_count, (3 + 2 * sets) * self.batch_count)
         recorded = self._recorded(index, layer, native, collectors, tick)
-        outputs, blamed = recorded.scratch(), recorded.scratch()
+        outputs, gradients = recorded.scratch(), recorded.scratch()
         recorded.run(collectors, outputs, tick, sums_only=True)
         batches = list(zip(self._bounds, recorded.parts, strict=True))
         for (start, stop), part in batches:
@@ -273,9 +273,9 @@ class Sweep:
             with torch.enable_grad(), recorded.tracked(leaf):
                 output = self._run(index, layer, start, stop)
             [own] = torch.autograd.grad(output, leaf, self._read(self.gradient(index + 1), start, stop))
-            blamed[part] = own.cpu()
+            gradients[part] = own.cpu()
             tick()
-        given, weighing = recorded.blame(blamed, collectors, tick)
+        given, weighing = recorded.backpropagate(gradients, collectors, tick)
         for (start, stop), part in batches:
             with recorded.answering_backwards(part, outputs, given, weighing):
                 yield self._gradient(index, layer, start, stop)

@@ -313,7 +313,7 @@ def refine_together(size: ModelSize, steps: int, tokens: int, share: float) -> W
     products = 3.0 * tokens * (shape.top_k * shape.expert_parameters + shape.hidden**2)
     products += 3 * numbers * min(shape.hidden, shape.intermediate) / 2  # factors with each other
     moved = 48 * numbers + 24 * shape.experts * shape.expert_parameters
-    each = Work({"bfloat16": products}, moved=moved, calls=60 * shape.experts)
+    each = Work({"coarse": products}, moved=moved, calls=60 * shape.experts)
     return each * (steps * size.moe_layers)
 
 

@@ -75,10 +75,16 @@ class Machine(DeviceSpeeds, DiskSpeeds):
         """The seconds that some work takes, its kinds one after the other."""
         return math.fsum(self.seconds_by_kind(work).values())
 
+    def _speed(self, precision: Precision) -> float:
+        """Multiply-adds of matrix products per second."""
+        if precision == "coarse":
+            return max(self.products["bfloat16"], self.products["float32"])
+        return self.products[precision]
+
     def seconds_by_kind(self, work: Work) -> dict[str, float]:
         """Estimate the seconds that work takes, by field of `Work`; their sum is the time if nothing overlaps."""
         return {
-            "products": sum(count / self.products[precision] for precision, count in work.products.items()),
+            "products": sum(count / self._speed(precision) for precision, count in work.products.items()),
             "eigen": sum(count * _between(self.eigen, n) for n, count in work.eigen.items()),
             "cholesky": sum(count * _between(self.cholesky, n) for n, count in work.cholesky.items()),
             "moved": work.moved / self.moved,
@@ -134,7 +140,8 @@ def measured_speeds(device: torch.device) -> DeviceSpeeds:
     n = _PRODUCT[kind]
     for precision in PRECISIONS:
         square = torch.ones(n, n, dtype=getattr(torch, precision), device=device)
-        products[precision] = n**3 / _least_seconds(partial(torch.mm, square, square), device)
+        # The second one turned round, as linear layers have it.
+        products[precision] = n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
     for n in _SOLVED[kind]:
         matrix = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
         gram = matrix @ matrix.T + torch.eye(n, dtype=torch.float64, device=device)

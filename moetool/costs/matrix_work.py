@@ -35,7 +35,7 @@ def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: boo
 def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
     """The work of computing the leading `rank` directions of one delta `[out, in]`, in the norm that `spectrum`
     takes."""
-    image = _image(matrix, "bfloat16", on_outputs=on_outputs, whitened=whitened)
+    image = _image(matrix, "coarse", on_outputs=on_outputs, whitened=whitened)
     return image + Work(
         products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
     )
@@ -45,7 +45,7 @@ def refine(shape: MoEShape, steps: int, tokens: int) -> Work:
     """The work of refining an expert's stored tensors in so many steps of so many `tokens`: output and gradients, the
     weighted error, and a dozen numbers read and written for each number of the matrices."""
     products = steps * tokens * (3 * shape.expert_parameters + 2 * shape.hidden**2)
-    return Work(products={"bfloat16": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
+    return Work(products={"coarse": products}, moved=steps * 120.0 * shape.expert_parameters, calls=steps * 220.0)
 
 
 def prepared_feedback(shape: MoEShape) -> Work:

@@ -63,7 +63,7 @@ def _by_pair(matrices: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kernel(matrices: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
-    """The same from the kernels, of which the lower halves are computed in slabs of rows."""
+    """Alignments `[matrices, matrices]` by the kernels of the matrices, whose lower halves come in slabs of rows."""
     count, rows = len(matrices), len(matrices[0])
     aligned = torch.zeros(count, count, dtype=torch.float64)
     step = max(_SLAB_ROWS, _SLAB_BYTES // (8 * count * rows))

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-Precision = Literal["bfloat16", "float32", "float64"]
-PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")
+# "coarse" products may round what they multiply to bf16, and do where that is faster than fp32.
+Precision = Literal["bfloat16", "float32", "float64", "coarse"]
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")  # those whose speeds are measured
 SizeT = TypeVar("SizeT", int, Precision)
 
 

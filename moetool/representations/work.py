@@ -66,7 +66,7 @@ def feeding_back(matrix: tuple[int, int]) -> Work:
 def fitting_scales(matrix: tuple[int, int], groups: int) -> Work:
     """The work of refitting the scales of so many `groups` in every row to the outputs of the matrix."""
     rows, columns = matrix
-    return Work(products={"bfloat16": 1.5 * rows * columns**2}, moved=8.0 * groups * rows * columns + 4.0 * columns**2)
+    return Work(products={"coarse": 1.5 * rows * columns**2}, moved=8.0 * groups * rows * columns + 4.0 * columns**2)
 
 
 def widening_scales(columns: int) -> Work:

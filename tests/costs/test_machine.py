@@ -125,6 +125,14 @@ def test_a_real_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir())
 
 
+def test_coarse_products_take_the_faster_precision() -> None:
+    """A processor without products of bf16 multiplies in fp32 what could be rounded."""
+    disk = {"read": 1e9, "written": 1e9}
+    for bf16, fp32, seconds in ((4e11, 2e10, 1.0), (1e9, 2e10, 20.0)):
+        speeds = {**vars(DEVICE), "products": {"bfloat16": bf16, "float32": fp32, "float64": 1e10}}
+        assert Machine(**speeds, **disk).seconds(Work({"coarse": 4e11})) == seconds
+
+
 def test_seconds() -> None:
     here = Machine(**vars(DEVICE), read=2e9, written=1e9)
     work = Work(

@@ -1,4 +1,4 @@
-"""What matrices are given and blamed for, by expert and by row."""
+"""What matrices are given, and their gradients, by expert and by row."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def source(tiny_mixtral: Path) -> GgufSource:
     return GgufSource.of(Checkpoint.open(tiny_mixtral))
 
 
-def test_experts_are_blamed_for_their_own_outputs(source: GgufSource) -> None:
+def test_gradients_are_those_of_an_experts_own_outputs(source: GgufSource) -> None:
     draw = torch.Generator().manual_seed(0)
     moments = LayerMoments(source, 1, Layer(), CPU)
     for expert, tokens in ((2, 5), (0, 3), (2, 4)):

@@ -176,11 +176,11 @@ class D2MoE(Stage[D2MoEOptions]):
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
-            blame = OutputGradients(calibrated.gradient_sweep, job.device)
-            others = [blame] if options.refine else []
+            output_gradients = OutputGradients(calibrated.gradient_sweep, job.device)
+            others = [output_gradients] if options.refine else []
             base = measured_base(calibrated, index, layer, options.merge, others).pruned(pruning)
             if options.refine and job.ranks.is_first:
-                blame.save(metric_path(job.work, index))
+                output_gradients.save(metric_path(job.work, index))
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)

@@ -29,7 +29,7 @@ class OutputGradients(Collector):
         self._scale = (max(sweep.length - 1, 1) / sweep.loss_scale) ** 2
         self._tokens = sweep.count * sweep.length
 
-    def observe_blame(self, gradients: Tensor) -> None:
+    def observe_gradients(self, gradients: Tensor) -> None:
         self._gram.add(gradients.reshape(-1, gradients.shape[-1]))
 
     def reduce(self, peers: Peers) -> None:

@@ -25,12 +25,13 @@ class Moments:
     Attributes:
         given: `[matrices, in]` fp64, Σ over tokens of the squared inputs.
         counts: `[matrices]` fp64, how many tokens.
-        blame: `[matrices, out]` fp64, Σ over tokens of the squared gradients at the outputs; zeros without gradients.
+        gradient_energy: `[matrices, out]` fp64, Σ over tokens of the squared gradients at the outputs; zeros if none
+            were taken.
     """
 
     given: Tensor
     counts: Tensor
-    blame: Tensor
+    gradient_energy: Tensor
 
     @classmethod
     def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
@@ -45,14 +46,14 @@ class Moments:
         self.given[matrix] += rows.double().square().sum(0)
         self.counts[matrix] += len(rows)
 
-    def add_blame(self, matrix: int, gradients: Tensor) -> None:
+    def add_gradients(self, matrix: int, gradients: Tensor) -> None:
         """Add the gradients `[…, out]` at the outputs that belong to these inputs."""
-        self.blame[matrix] += gradients.flatten(0, -2).double().square().sum(0)
+        self.gradient_energy[matrix] += gradients.flatten(0, -2).double().square().sum(0)
 
     @property
     def sensitivity(self) -> Tensor:
         """`[matrices, out]`, mean squared gradients; zeros for an expert that no token reached."""
-        return self.blame / self.counts.clamp_min(1)[:, None]
+        return self.gradient_energy / self.counts.clamp_min(1)[:, None]
 
 
 class LayerMoments(Collector):
@@ -85,8 +86,8 @@ class LayerMoments(Collector):
             own.add(expert, inputs)
         self._experts["down"].add(expert, work.activation)
         if work.gate_up.requires_grad:
-            work.gate_up.register_hook(partial(_blame, entering, expert))
-            work.product.register_hook(partial(_blame, [self._experts["down"]], expert))
+            work.gate_up.register_hook(partial(_add_gradients, entering, expert))
+            work.product.register_hook(partial(_add_gradients, [self._experts["down"]], expert))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,9 +109,9 @@ def _see(moments: Sequence[Moments], _: nn.Module, inputs: tuple[Tensor, ...], o
     for own in moments:
         own.add(0, inputs[0])
     if output.requires_grad:
-        output.register_hook(partial(_blame, moments, 0))
+        output.register_hook(partial(_add_gradients, moments, 0))
 
 
-def _blame(moments: Sequence[Moments], matrix: int, gradients: Tensor) -> None:
+def _add_gradients(moments: Sequence[Moments], matrix: int, gradients: Tensor) -> None:
     for own, part in zip(moments, gradients.chunk(len(moments), dim=-1), strict=True):
-        own.add_blame(matrix, part)
+        own.add_gradients(matrix, part)
