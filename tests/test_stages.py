@@ -165,6 +165,34 @@ def test_progress_counts_to_its_end(name: str, options: RunOptions, inputs: Inpu
     assert [phase for phase in steps.phases if phase[2] and phase[1] != phase[2]] == []
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_progress_of_a_deep_model_counts_every_step_once(
+    make_mixtral: Any, save_model: Any, inputs: Inputs, tiny_text: Path, tmp_path: Path, stopped: bool
+) -> None:
+    """Layers whose hidden states are not kept run again on the way back, once for all layers of their stretch."""
+    model, steps = save_model(make_mixtral(num_hidden_layers=7), tmp_path / "deep"), Steps()
+    options = stages()["d2moe"].options_type(calibration=str(tiny_text), samples=4, sequence_length=16, ratio=0.3)
+    if stopped:
+        with pytest.raises(KeyboardInterrupt):
+            run_stage(stages()["d2moe"], model, tmp_path / "out", options, progress=Stopped(after=12))
+    run_stage(stages()["d2moe"], model, tmp_path / "out", options, progress=steps, resume=stopped)
+    assert "Backward" in [phase[0] for phase in steps.phases]
+    assert [phase for phase in steps.phases if phase[2] and phase[1] != phase[2]] == []
+
+
+class Stopped(Steps):
+    """Ends the job after so many steps of the way back."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    def advance(self) -> None:
+        super().advance()
+        if self._now == "Backward" and self._done >= self._after:
+            raise KeyboardInterrupt
+
+
 def machine(bf16: float, fp32: float, call: float = 1e-5) -> Machine:
     """One that does so many multiply-adds per second."""
     return Machine(

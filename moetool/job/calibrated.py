@@ -232,21 +232,24 @@ class CalibratedJob:
             for index in range(count):
                 spent = [sweep.hidden(index)] if index % between and index < last else []
                 self._run_forward(f"gradients/forward/{index}", index, *spent)
-        again = sum(1 for index in range(lowest - lowest % between, last) if index % between)
-        with phase(job.progress, "Backward", (1 + again + passes * (count - lowest)) * sweep.batch_count):
+        again = {index - 1 for index in range(lowest - lowest % between, last) if index % between}
+        with phase(job.progress, "Backward", (1 + len(again) + passes * (count - lowest)) * sweep.batch_count):
             if job.together("head", sweep.batch_count):
                 self._finish("head", sweep, sweep.hidden(count), loss=sweep.head())
             for index in range(count - 1, lowest - 1, -1):
                 if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue
                 for below in range(index - index % between, index if index < last else 0):
-                    self._run_forward(f"gradients/again/{below}", below)
+                    if below in again:  # the others of its stretch find it made again
+                        again.remove(below)
+                        self._run_forward(f"gradients/again/{below}", below)
                 with self.model.layer(index) as layer:
                     if index in visited:
                         visit(index, layer)
                     else:
                         sweep.backward(index, layer)
                 self._finish(f"reverse/{index}", sweep, sweep.gradient(index + 1), sweep.hidden(index))
+            job.progress.skip(len(again) * sweep.batch_count)  # an earlier run went back through their stretches
         job.meet()
 
     def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
