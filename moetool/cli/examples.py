@@ -7,7 +7,7 @@ with each other's results.
 from collections.abc import Mapping
 from typing import TypeVar
 
-SaidT = TypeVar("SaidT")
+FormValueT = TypeVar("FormValueT")
 
 _TEXT = "--calibration text.txt"
 
@@ -65,6 +65,6 @@ MAIN = {
 }
 
 
-def of_form(said: Mapping[str, SaidT], command: str, form: str) -> SaidT | None:
+def of_form(said: Mapping[str, FormValueT], command: str, form: str) -> FormValueT | None:
     """What is said of a form of a command, or else of the command; `None` if nothing is."""
     return said.get(f"{command} {form}", said.get(command))
