@@ -317,7 +317,7 @@ def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
 
 
 def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dict[str, TensorInfo]:
-    """Rename tensors to those that the family's checkpoints have on the hub."""
+    """Give tensors the names that the family's checkpoints have on the hub."""
     named: dict[str, TensorInfo] = {}
     for info in tensors.values():
         name = info.name

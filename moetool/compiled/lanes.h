@@ -37,7 +37,7 @@ struct Narrow {
   static void levels(const Table& t, Words codes, Words* out) {
     for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm256_permutexvar_epi16((__m256i)(codes >> (8 * odd)), t);
   }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // as `in_order` has it
   struct Table { __m256i low, high; };
   static Table table(const int16_t* p) {
     alignas(16) uint8_t low[16], high[16];

@@ -76,7 +76,7 @@ class Machine(DeviceSpeeds, DiskSpeeds):
         return math.fsum(self.seconds_by_kind(work).values())
 
     def _speed(self, precision: Precision) -> float:
-        """Multiply-adds of matrix products per second."""
+        """The speed of matrix products in a precision, in multiply-adds per second."""
         if precision == "coarse":
             return max(self.products["bfloat16"], self.products["float32"])
         return self.products[precision]

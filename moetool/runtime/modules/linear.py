@@ -39,7 +39,7 @@ def _converts(input: Tensor, weight: Tensor) -> bool:
 
 
 def _converted(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by products in fp32, rounded once."""
+    """The linear layer `x W^T + b` computed in fp32 and rounded once to the dtype of `x`: `[…, in]` → `[…, out]`."""
     found = cpu.converted_linear(input.reshape(-1, weight.shape[1]).float(), weight)
     if bias is not None:
         found += bias
