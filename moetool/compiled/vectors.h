@@ -36,6 +36,8 @@ static inline float total(vf v) {
   __m128 few = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
   few = few + _mm_movehl_ps(few, few);
   return few[0] + few[1];
+#elif defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);  // in the order of the loops below, which would go through memory
 #else
   for (int half = W / 2; half; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];

@@ -89,24 +89,45 @@ template <class V, Form F> static inline void read(const Operand& m, long q, lon
     for (int j = 0; j < together(F); j++) out[j] = codes >> (j * bits(F));
   }
 }
-// y[row] += M[row] · x for the rows that belong to q and N tokens, which share what is looked up. Their numbers are those
-// of each alone.
-template <class V, Form F, int N>
+// Several rows read beside each other are several places in memory, from which single ones come faster one after the other:
+// so the next rows are asked for in their order.
+static inline void prefetch(const uint8_t* p) {
+#if defined(__x86_64__)
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+#endif
+}
+// Bytes, one below the other, whose rows are computed together: as many sums as there are registers for. One token's
+// inputs are loaded once for 8 rows then.
+template <class V, Form F, int N> constexpr int stacked() {
+#if defined(__AVX512VL__)
+  return std::max(1, 8 / (together(F) * N));
+#else
+  return 1;
+#endif
+}
+// y[row] += M[row] · x for the rows that belong to B bytes from q on and N tokens, which share what is looked up. Their
+// numbers are those of each alone.
+template <class V, Form F, int N, int B>
 static inline void whole_dot(const Operand m, const typename V::Table& table, float unit, long q, const Whole* const* x,
                              long block, float* const* y) {
-  constexpr int P = together(F);
+  constexpr int T = together(F), P = T * B;
   const long groups = m.columns / m.group, each = m.group / block;
   typename V::Sums sums[N][P] = {};
+  const int16_t* words[N];
+  const float* steps[N];
+  for (int n = 0; n < N; n++) words[n] = x[n]->words, steps[n] = x[n]->scales;
   for (long g = 0, b = 0; g < groups; g++) {
     float s[P];
-    for (int j = 0; j < P; j++) s[j] = unit * scale(m, own_row<F>(m, q, j) * groups + g);
+#pragma GCC unroll 8
+    for (int j = 0; j < P; j++) s[j] = unit * scale(m, own_row<F>(m, q + j / T, j % T) * groups + g);
     for (const long stop = b + each; b < stop; b++) {
       typename V::Ints part[N][P] = {};
       for (long i = b * block; i < (b + 1) * block; i += V::COLUMNS) {
         typename V::Words inputs[N][2], codes[P];
         for (int n = 0; n < N; n++)
-          for (int side = 0; side < 2; side++) inputs[n][side] = V::load(x[n]->words + i + side * (V::COLUMNS / 2));
-        read<V, F>(m, q, i, codes);
+          for (int side = 0; side < 2; side++) inputs[n][side] = V::load(words[n] + i + side * (V::COLUMNS / 2));
+        for (int k = 0; k < B; k++) read<V, F>(m, q + k, i, codes + k * T);
+        for (int k = 0; B > 1 && k < B; k++) prefetch(m.data + (q + B) * m.columns + i * B + k * V::COLUMNS);
 #pragma GCC unroll 8
         for (int j = 0; j < P; j++) {
           typename V::Words levels[2];
@@ -117,23 +138,30 @@ static inline void whole_dot(const Operand m, const typename V::Table& table, fl
       }
       for (int n = 0; n < N; n++)
         for (int j = 0; j < P; j++)
-          sums[n][j] += __builtin_convertvector(part[n][j], typename V::Sums) * (s[j] * x[n]->scales[b]);
+          sums[n][j] += __builtin_convertvector(part[n][j], typename V::Sums) * (s[j] * steps[n][b]);
     }
   }
   for (int n = 0; n < N; n++)
-    for (int j = 0; j < P; j++) y[n][place(m, own_row<F>(m, q, j))] += V::total(sums[n][j]);
+    for (int j = 0; j < P; j++) y[n][place(m, own_row<F>(m, q + j / T, j % T))] += V::total(sums[n][j]);
+}
+template <class V, Form F, int N>
+static inline void whole_dots(const Operand& m, const typename V::Table& table, float unit, long begin, long end,
+                              const Whole* const* x, long block, float* const* y) {
+  constexpr int B = stacked<V, F, N>();
+  long q = begin;
+  for (; q + B <= end; q += B) whole_dot<V, F, N, B>(m, table, unit, q, x, block, y);
+  for (; q < end; q++) whole_dot<V, F, N, 1>(m, table, unit, q, x, block, y);
 }
 template <class V, Form F>
 static void whole_dots(const Operand& m, long begin, long end, long block, int tokens, const Whole* const* x, float* const* y) {
   const Levels& levels = levels_of<F>(m);
   const typename V::Table table = V::table(levels.words);
   constexpr int calls = together(F) / served(F);  // pieces are cut in those of `decode`
-  for (long q = begin / calls; q < end / calls; q++) {
-    int n = 0;
-    for (; n + 4 <= tokens; n += 4) whole_dot<V, F, 4>(m, table, levels.unit, q, x + n, block, y + n);
-    for (; n + 2 <= tokens; n += 2) whole_dot<V, F, 2>(m, table, levels.unit, q, x + n, block, y + n);
-    for (; n < tokens; n++) whole_dot<V, F, 1>(m, table, levels.unit, q, x + n, block, y + n);
-  }
+  int n = 0;
+  begin /= calls, end /= calls;
+  for (; n + 4 <= tokens; n += 4) whole_dots<V, F, 4>(m, table, levels.unit, begin, end, x + n, block, y + n);
+  for (; n + 2 <= tokens; n += 2) whole_dots<V, F, 2>(m, table, levels.unit, begin, end, x + n, block, y + n);
+  for (; n < tokens; n++) whole_dots<V, F, 1>(m, table, levels.unit, begin, end, x + n, block, y + n);
 }
 static void whole_dots(const Operand& m, long begin, long end, int tokens, const Whole* const* x, float* const* y) {
   const long block = FINEST << block_of(m);
