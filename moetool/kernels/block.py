@@ -2,6 +2,8 @@
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,7 @@ class Block:
             first.shape[1],
             first.shape[0],
         )
+        self._address = ctypes.addressof(self._block)
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of what the chosen experts give: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` →
@@ -63,17 +66,17 @@ class Block:
         hidden, weights = _read(hidden), _read(weights)
         chosen = chosen.to(torch.int64).contiguous()
         output = torch.empty_like(hidden)
-        library().moetool_block(
-            ctypes.byref(self._block),
-            ctypes.c_void_p(hidden.data_ptr()),
-            ctypes.c_int64(NUMBERS[hidden.dtype]),
-            ctypes.c_void_p(chosen.data_ptr()),
-            ctypes.c_void_p(weights.data_ptr()),
-            ctypes.c_int64(NUMBERS[weights.dtype]),
-            *map(ctypes.c_long, chosen.shape),
-            ctypes.c_void_p(output.data_ptr()),
-            ctypes.c_int(threads()),
-            ctypes.c_int(rounding.is_allowed()),
+        _kernel()(
+            self._address,
+            hidden.data_ptr(),
+            NUMBERS[hidden.dtype],
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            NUMBERS[weights.dtype],
+            *chosen.shape,
+            output.data_ptr(),
+            threads(),
+            rounding.is_allowed(),
         )
         return output
 
@@ -81,3 +84,13 @@ class Block:
 def _read(values: Tensor) -> Tensor:
     """Numbers as kernels read them, one after the other."""
     return (values if values.dtype in NUMBERS else values.float()).contiguous()
+
+
+@cache
+def _kernel() -> Any:
+    """The function of the library, told of its arguments once."""
+    found, pointer, number = library().moetool_block, ctypes.c_void_p, ctypes.c_long
+    form, switch = ctypes.c_int64, ctypes.c_int
+    found.argtypes = [pointer, pointer, form, pointer, pointer, form, number, number, pointer, switch, switch]
+    found.restype = None
+    return found

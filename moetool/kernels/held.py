@@ -33,6 +33,11 @@ class Held:
         tensors = self._tensors
         return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], [*map(_DTYPE, tensors)]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that could be replaced."""
+        return not (self._stores or self._modules or self._derived)
+
     def is_current(self) -> bool:
         """Whether all tensors are still the objects, at the addresses and of the dtypes, that were recorded."""
         found = [tensor for store in self._stores for tensor in store.values()]

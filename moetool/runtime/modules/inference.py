@@ -168,7 +168,8 @@ class KernelExperts:
         are the tensors that all experts have in common, and then each one's, where the tables do not hold them."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
         tables = [table.held for own in roles.values() for table in (own.table, own.base) if table is not None]
-        self._common, self._each = [*tables, *held[:1]], held[1:]
+        self._common = [own for own in (*tables, *held[:1]) if not own.is_empty]  # each is looked at for every token
+        self._each = held[1:]
         self._experts = len(roles["down"].table.products)
         self._first = _Stage([own for _, own in self._entering()], joins=channels is None)
         self._second = _Stage([roles["down"]], joins=channels is None and base_down is None)
