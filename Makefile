@@ -6,7 +6,7 @@ BIN := .venv/bin
 BENCH ?= factorize folding gram kmeans moefied packing
 ARGS ?= --quick
 
-.PHONY: demo test test-all test-vllm check bench docs text clean
+.PHONY: demo test test-all test-vllm check bench league docs text clean
 
 demo: .venv/ready
 	$(BIN)/moetool demo
@@ -32,6 +32,10 @@ check: .venv/ready
 
 bench: .venv/ready
 	@for name in $(BENCH); do echo "== $$name $(ARGS)"; $(BIN)/python scripts/benchmarks/$$name.py $(ARGS) || exit; done
+
+# Other tools beside moetool in as many bytes: `make league TEXT=valid.txt TESTS=test.txt,other.txt`, in hours.
+league: .venv/ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/league.sh $(TEXT) $(TESTS) $(MODELS)
 
 # What is generated in docs/: the tables of options and of families, and the picture from committed results. Then all pages
 # as a website in build/site; a broken link fails.
