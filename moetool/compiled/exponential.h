@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 static inline vf nearest_whole(vf v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(MOETOOL_HALVES)
   return vf(_mm256_round_ps(v.low, _MM_FROUND_CUR_DIRECTION), _mm256_round_ps(v.high, _MM_FROUND_CUR_DIRECTION));
 #else
   vf whole;

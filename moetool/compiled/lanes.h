@@ -37,7 +37,7 @@ struct Narrow {
   static void levels(const Table& t, Words codes, Words* out) {
     for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm256_permutexvar_epi16((__m256i)(codes >> (8 * odd)), t);
   }
-#elif defined(__AVX2__) && !defined(__AVX512F__)  // as `in_order` has it
+#elif defined(MOETOOL_HALVES)  // as `in_order` has it
   struct Table { __m256i low, high; };
   static Table table(const int16_t* p) {
     alignas(16) uint8_t low[16], high[16];
@@ -86,7 +86,7 @@ typedef Narrow Wide;
 // as many columns as a vector has bytes the even ones come before the odd ones; in AVX2 the first 8 and the third 8 of 32
 // before the others, since bytes are made words in halves of a vector.
 static inline void in_order(vi numbers, long i, long columns, int16_t* words) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(MOETOOL_HALVES)
   const __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)numbers.low, (__m256i)numbers.high), 0xd8);
   int16_t* to = words + i / 32 * 32 + i % 32 / 2;
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(both));

@@ -7,7 +7,14 @@
 #endif
 
 constexpr long W = 16;
-#if defined(__AVX512F__) || !defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define MOETOOL_HALVES 1  // a vector of 16 numbers is two of 8
+#include "joined.h"
+static inline vf load(const float* p) { return vf(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+static inline void store(float* p, vf v) { _mm256_storeu_ps(p, v.low), _mm256_storeu_ps(p + 8, v.high); }
+static inline vi load_int(const int32_t* p) { return vi(load((const float*)p)); }
+static inline void store_int(int32_t* p, vi v) { store((float*)p, vf(v)); }
+#else
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
@@ -15,23 +22,14 @@ typedef int16_t vh __attribute__((vector_size(64)));
 static inline vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 static inline vi to_int(vf v) { return __builtin_convertvector(v, vi); }
 template <class V> static inline V choose(vi mask, V yes, V no) { return mask ? yes : no; }
-#else
-#include "joined.h"
-#endif
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-static inline vf load(const float* p) { return vf(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
-static inline void store(float* p, vf v) { _mm256_storeu_ps(p, v.low), _mm256_storeu_ps(p + 8, v.high); }
-static inline vi load_int(const int32_t* p) { return vi(load((const float*)p)); }
-static inline void store_int(int32_t* p, vi v) { store((float*)p, vf(v)); }
-#else
 static inline vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 static inline vi load_int(const int32_t* p) { vi v; memcpy(&v, p, sizeof v); return v; }
 static inline void store_int(int32_t* p, vi v) { memcpy(p, &v, sizeof v); }
 #endif
+
 static inline float total(vf v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(MOETOOL_HALVES)
   const __m256 eight = v.low + v.high;
   __m128 few = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
   few = few + _mm_movehl_ps(few, few);
