@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from moetool.architectures import aliases
@@ -167,6 +168,14 @@ class Checkpoint:
         """Names of the tensors that only another tool's engine reads, such as scales of activations."""
         parts = {part for form in self.forms.values() for part in (*form.parts, *form.notes)}
         return frozenset(self.on_disk.keys() - self.tensors.keys() - parts)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype in which most bytes of the tensors are stored."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.tensors.values():
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype])
 
     def growth(self, without: Collection[str] = ()) -> int:
         """Bytes by which decoded matrices grow when they are written as they are read, of all but those of these

@@ -177,7 +177,7 @@ class _Comparing:
     def _wanted(self, candidate: Candidate) -> _Wanted | ComparedModel:
         """What is to be made; a row that says why if that cannot be."""
         try:
-            stage = candidate.kind(candidate.kind.source_type.of(self._original), candidate.options)
+            stage = candidate.kind(candidate.kind.opened(self._original), candidate.options)
             states = {key: told for name, read in stage.inputs().items() for key, told in _known_by(name, read).items()}
             sources = {**stage.sources(), **states, **self._calibration}
             made, recipe = fingerprint(candidate.kind.name, sources, stage.recipe()), stage.shared_recipe()

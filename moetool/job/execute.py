@@ -84,7 +84,7 @@ def dry_run(
 
 
 def _for_planning(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> AnyStage:
-    opened = kind.source_type.of(source if isinstance(source, Checkpoint) else open_for_planning(source))
+    opened = kind.opened(source if isinstance(source, Checkpoint) else open_for_planning(source))
     check_records(opened)
     return kind(opened, options)
 
@@ -190,7 +190,7 @@ def _lead(
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
     began = time.monotonic()
-    opened = kind.source_type.of(Checkpoint.open(source))
+    opened = kind.opened(Checkpoint.open(source))
     check_records(opened)
     directory = output_directory(output)
     kept = _kept(directory) if resume and not overwrite else None
@@ -329,7 +329,7 @@ def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, option
     began, threads = time.monotonic(), ranks.broadcast(0)
     directory, details = output_directory(output), Details()
     if threads is not None:
-        stage = kind(kind.source_type.of(Checkpoint.open(source)), options)
+        stage = kind(kind.opened(Checkpoint.open(source)), options)
         workspace = RankBooks(directory, ranks)
         with _storage_explained(directory), listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)

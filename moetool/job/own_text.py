@@ -6,6 +6,7 @@ resumed job goes on with them, and all its processes read them there.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from moetool.costs.calibration_cost import BASELINE
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.phases import Phase
 from moetool.errors import UsageError
-from moetool.job.job import DenseSource, Job, Source, pick_compute_dtype, pick_device
+from moetool.job.job import DenseSource, Job, pick_compute_dtype, pick_device
 from moetool.job.options import TextOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
@@ -62,7 +63,7 @@ def planned(stage: AnyStage) -> Plan:
     )
 
 
-def own_text(job: Job[Source] | Job[DenseSource], options: TextOptions) -> OwnText:
+def own_text(job: Job[Any], options: TextOptions) -> OwnText:
     """Source of calibration windows that the job's own model writes; all processes call it, in the same order."""
 
     def windows(spec: DataSpec, count: int, length: int) -> Tensor:

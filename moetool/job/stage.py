@@ -73,6 +73,12 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         """Kinds of matrices to quantize beside the experts where `--include` is left to the stage."""
         return ()
 
+    @classmethod
+    def opened(cls, checkpoint: Checkpoint) -> SourceT:
+        """Check a checkpoint as the stage's input. Raises `InvalidInputError` for one that it does not take."""
+        found: SourceT = cls.source_type.of(checkpoint)  # type: ignore[assignment]
+        return found
+
     @property
     def needs_text(self) -> bool:
         """Whether the stage cannot do without a calibration text: then it takes the bundled one where none is given."""

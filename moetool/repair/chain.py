@@ -180,7 +180,7 @@ def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options
     """The result of a run that had finished before. Raises `UsageError` where that was made otherwise."""
     manifest = read_manifest(directory)
     opened = Source.open(source)
-    stage = kind(kind.source_type.of(opened.checkpoint), options)
+    stage = kind(kind.opened(opened.checkpoint), options)
     wanted = chosen_options(stage.options, stage.recipe(), opened.checkpoint.settings)
     made = [(origin.stage, origin.source_fingerprint, origin.chosen) for origin in manifest.origins[1:2]]
     if made != [(kind.name, opened.checkpoint.fingerprint(), wanted)] or manifest.recipe.get("steps") != steps:
@@ -208,7 +208,7 @@ def _joined(plan: Plan, kind: type[AnyStage], source: str | Path, options: RunOp
     """The plan of both jobs. The memory of the training depends on what is stored as numbers, which is told at most:
     only the memory of the original, which is certain, is reason to refuse both before the compression."""
     opened = Source.of(open_for_planning(source))
-    stage = kind(kind.source_type.of(opened.checkpoint), options)
+    stage = kind(kind.opened(opened.checkpoint), options)
     repair = Repair(opened, repair_options(source, options, steps))
     least, most = repair.memory_before(plan.output_bytes, stage.share_in_numbers)
     phases: dict[str, Phase] = {}

@@ -7,10 +7,13 @@ from typing import Self
 
 import torch
 
-from moetool.costs.building_blocks import calibration_backward, calibration_forward, moe_size, writing
+from moetool.checkpoint.reader import Checkpoint
+from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
+from moetool.format.kinds.moefied import is_selector
+from moetool.job.blueprint import layer_of
 from moetool.job.job import Source
 from moetool.repair.options import RepairOptions
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
@@ -63,9 +66,9 @@ def noted_bytes(windows: int, length: int, k: int, routed: int) -> int:
     return windows * length * (k * ENTRY_BYTES + TOKEN_BYTES + routed * ROUTED_BYTES)
 
 
-def activation_bytes(source: Source, tokens: int) -> int:
+def activation_bytes(hidden: int, layers: int, tokens: int) -> int:
     """Bytes of what is kept of a batch on its way through all layers, and of one layer on the way back."""
-    return 4 * tokens * source.architecture.hidden * (2 * source.architecture.layers + _KEPT)
+    return 4 * tokens * hidden * (2 * layers + _KEPT)
 
 
 def decoded_size(source: Source) -> int:
@@ -96,6 +99,24 @@ class TrainedModel:
         return cls(loaded, trained_numbers(source, in_full=in_full), decoded_size(source))
 
     @classmethod
+    def of_moefied(cls, checkpoint: Checkpoint, *, in_full: bool) -> Self:
+        """The sizes of a moefied model, from its headers: vectors (norms, biases, neurons' representative values) can
+        change, and in full all matrices of its layers but those of selectors."""
+
+        def changes(name: str, shape: Sequence[int]) -> bool:
+            if math.prod(shape) == 1:
+                return False  # a placeholder
+            is_matrix = in_full and bool(layer_of(name)) and not is_selector(name)
+            return len(shape) == 1 or is_matrix
+
+        trained = sum(
+            math.prod(info.shape)
+            for name, info in checkpoint.tensors.items()
+            if info.dtype.is_floating_point and changes(name, info.shape)
+        )
+        return cls(loading_memory(checkpoint, torch.float32).needed, trained, 0)
+
+    @classmethod
     def most(cls, source: Source, nbytes: int, share: float) -> Self:
         """The largest sizes of what a compression can make of a model: `nbytes` of weight files, with a `share` of the
         experts' bytes in numbers of floating point."""
@@ -109,12 +130,11 @@ class TrainedModel:
         return cls(nbytes * 4 // item, round(share * experts / item) + beside, decoded)
 
 
-def repair_phases(original: Source, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
-    """The phases of a repair, for which the original predicts so many windows: forwards, then for each step forwards,
-    again, and backwards, and writing so many bytes of so many tensors."""
+def repair_phases(size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
+    """The phases of a repair, for which an original of this size predicts so many windows: forwards, then for each step
+    forwards, again, and backwards, and writing so many bytes of so many tensors."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
-    size = moe_size(original.experts)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
     return (
         Phase(NOTE, calibration_forward(read, size)),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.calibration.comparable import check_comparable
+from moetool.calibration.data import parse_data
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import manifest_of
@@ -28,21 +29,19 @@ from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan, usable_bytes
 from moetool.job.progress import phase
-from moetool.job.result import Json
-from moetool.job.shards import OutputPlan
+from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
     TrainedModel,
-    activation_bytes,
     noted_bytes,
     repair_phases,
 )
-from moetool.repair.options import RATE, RATE_IN_FULL, ROUTING, ROUTING_OF_FEWER, RepairOptions
+from moetool.repair.options import RATE, RATE_IN_FULL, RepairOptions
 from moetool.repair.results import RepairResult
-from moetool.repair.routing import RoutingTarget, routing_target
+from moetool.repair.students import MoefiedSource, RepairedSource, Student, repaired_source, student_of
 from moetool.repair.texts import Texts, draw_texts
 from moetool.runtime.loading import loading_memory
 
@@ -57,8 +56,8 @@ _BASELINE = 600_000_000  # bytes of Python and its libraries
 _SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
-class Repair(Stage[RepairOptions]):
-    """Distillation of the original into the norms, routers, scales, factors and bases of a compressed model."""
+class Repair(Stage[RepairOptions, RepairedSource]):
+    """Distillation of the original into what costs no byte of a compressed or moefied model."""
 
     name: ClassVar[str] = "repair"
     summary: ClassVar[str] = "train a compressed model's scales, factors, norms and routers towards its original"
@@ -73,8 +72,12 @@ class Repair(Stage[RepairOptions]):
         return open_for_planning(self.options.to)
 
     @cached_property
-    def _teacher(self) -> Source:
-        return Source.of(self._original)
+    def _student(self) -> Student:
+        return student_of(self.source, self._original, self.options)
+
+    @classmethod
+    def opened(cls, checkpoint: Checkpoint) -> RepairedSource:
+        return repaired_source(checkpoint)
 
     def inputs(self) -> Mapping[str, Checkpoint]:
         return {**super().inputs(), "original": self._original}
@@ -84,20 +87,6 @@ class Repair(Stage[RepairOptions]):
 
     def in_bfloat16(self) -> RunOptions | None:
         return None
-
-    def _output_plan(self) -> OutputPlan:
-        kept = replace(self.source, keeps_stored=not self._in_full)
-        return OutputPlan(kept, {}, self.options.shard_size)
-
-    @cached_property
-    def _in_full(self) -> bool:
-        """Whether experts that are stored in full are trained, and attention with them. By default not those in another
-        tool's format, which would not stay in it."""
-        reader, wanted = self.source.experts, self.options.train
-        if wanted != "auto":
-            return wanted == "all"
-        is_stored = self.source.checkpoint.stored_entry is not None
-        return not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
 
     @property
     def _windows(self) -> int:
@@ -110,51 +99,40 @@ class Repair(Stage[RepairOptions]):
     @property
     def noted_bytes(self) -> int:
         """Bytes of the original's predictions of all windows."""
-        options, architecture = self.options, self.source.architecture
-        routed = len(architecture.moe_layers) * architecture.routed_to[0] * (self._target is not None)
-        return noted_bytes(self._windows, options.sequence_length, min(options.top_logits, self._vocabulary), routed)
+        options = self.options
+        k = min(options.top_logits, self._vocabulary)
+        return noted_bytes(self._windows, options.sequence_length, k, self._student.routed)
 
     @cached_property
     def _rate(self) -> float:
-        return self.options.learning_rate or (RATE_IN_FULL if self._in_full else RATE)
-
-    @cached_property
-    def _routing(self) -> float:
-        """Weight of the routers' divergence. Experts that are left do the work of those that are gone, too: where the
-        original would send a token tells less of them."""
-        if self.options.routing is not None:
-            return self.options.routing
-        is_whole = self.source.architecture.routed_to == self._teacher.architecture.routed_to
-        return ROUTING if is_whole else ROUTING_OF_FEWER
-
-    @cached_property
-    def _target(self) -> RoutingTarget | None:
-        return routing_target(self.source, self._teacher) if self._routing else None
+        return self.options.learning_rate or (RATE_IN_FULL if self._student.in_full else RATE)
 
     @cached_property
     def _memory(self) -> tuple[int, int, bool]:
         """Bytes of memory while the original predicts and while the model is trained, and whether codes are then held
         decoded. They round otherwise if they are, so plan and run go by one answer."""
-        return self._needed(TrainedModel.of(self.source, in_full=self._in_full))
+        return self._needed(self._student.trained)
 
     def _needed(self, model: TrainedModel) -> tuple[int, int, bool]:
         options = self.options
         logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
         first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * self.noted_bytes
         second = model.loaded + 5 * logits + TRAINED_BYTES * model.trained
-        second += activation_bytes(self.source, options.batch_size * options.sequence_length)
+        second += self._student.activation_bytes(options.batch_size * options.sequence_length)
         holds = _BASELINE + second + model.decoded <= usable_bytes(options)
         return _BASELINE + first, _BASELINE + second + model.decoded * holds, holds
 
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
+        assert isinstance(self.source, Source), "moefied models are not compressed before"
         first, second, _ = self._needed(TrainedModel.most(self.source, nbytes, share))
         return first, max(first, second)
 
     def phases(self, nbytes: int) -> Phases:
         """The phases of the repair of a model that takes `nbytes` of weight files."""
-        return repair_phases(self._teacher, self.options, self._windows, nbytes, len(self.source.checkpoint.tensors))
+        tensors = len(self.source.checkpoint.tensors)
+        return repair_phases(self._student.size, self.options, self._windows, nbytes, tensors)
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -164,16 +142,22 @@ class Repair(Stage[RepairOptions]):
                 "what it moves is smaller than what 16 bits tell apart."
             )
         _check_kin(self._original, source)
-        output = self._output_plan()
+        is_moefied = isinstance(self.source, MoefiedSource)
+        if is_moefied and any(spec.is_self for spec in parse_data(options.calibration or "")):
+            raise UsageError("--calibration self: a moefied model is repaired on a text. Name one, or bundled.")
+        output, student = self._student.passed().plan, self._student
         first, second, holds = self._memory
         details: dict[str, Json] = {
             "original": options.to,
             "original_memory_bytes": first,
             "training_memory_bytes": second,
             "learning_rate": self._rate,
-            "routing": self._routing if self._target else 0.0,
-            "codes": "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory",
+            **({} if is_moefied else {"routing": student.routing if student.target else 0.0}),
         }
+        if student.trained.decoded:
+            details["codes"] = (
+                "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
+            )
         return Plan(
             stage=self.name,
             input_bytes=source.weight_bytes + self._original.weight_bytes,
@@ -187,7 +171,7 @@ class Repair(Stage[RepairOptions]):
             "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less.",
         )
 
-    def run(self, job: Job) -> RepairResult:
+    def run(self, job: Job[RepairedSource]) -> RepairResult:
         from moetool.repair.teacher import NotedFile
         from moetool.repair.training import Distilling, choose, recompute_in_evaluation
         from moetool.representations.decoded_once import decoded_once
@@ -203,13 +187,13 @@ class Repair(Stage[RepairOptions]):
             job.finish("original", made=[noted])
         with described_in(source.path):
             model = load_model(source, torch.float32, job.device)
-        parameters = choose(model, in_full=self._in_full)
+        parameters = choose(model, in_full=self._student.in_full)
         if job.unit("train"):
             recompute_in_evaluation(model)
             with ExitStack() as stack:
                 if self._memory[2]:
                     stack.enter_context(decoded_once(model))
-                settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._routing})
+                settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._student.routing})
                 slows, found = options.learning_rate is None, NotedFile(noted)
                 training = Distilling(model, parameters, texts, found, settled, self.source.dtype, slows=slows)
                 outcome = training.run(job.progress, job.interrupt)
@@ -234,7 +218,15 @@ class Repair(Stage[RepairOptions]):
         self._write(job, model, texts)
         return replace(_RESULT.validate_python(result), calibration=texts.facts)
 
-    def _note(self, job: Job, file: Path, texts: Texts) -> None:
+    def verify(self, output: Path) -> Sizes:
+        if isinstance(self.source, Source):
+            return super().verify(output)
+        before, after = self.source.checkpoint, MoefiedSource.of(Checkpoint.open(output)).checkpoint
+        if missing := sorted(before.tensors.keys() - after.tensors.keys()):
+            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        return Sizes(before.weight_bytes, after.weight_bytes)
+
+    def _note(self, job: Job[RepairedSource], file: Path, texts: Texts) -> None:
         """Let the original predict all windows, and note what it says; it is gone afterwards."""
         from moetool.repair.teacher import note, noted_batches
         from moetool.runtime.loading import load_model
@@ -243,10 +235,10 @@ class Repair(Stage[RepairOptions]):
         with described_in(self._original.path):
             model = load_model(self._original, torch.float32, job.device)
         with phase(job.progress, NOTE, math.ceil(len(texts.whole) / size)):
-            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress, self._target)
+            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress, self._student.target)
             note(file, _finite(found, self._original))
 
-    def _say_of_origin(self, job: Job) -> None:
+    def _say_of_origin(self, job: Job[RepairedSource]) -> None:
         """Say so if the model's record names other originals than this one."""
         manifest, source = manifest_of(self.source.checkpoint.path), self.source.checkpoint
         if manifest is None:
@@ -257,17 +249,18 @@ class Repair(Stage[RepairOptions]):
                 "steps: it is repaired towards another model of the same shape."
             )
 
-    def _write(self, job: Job, model: "PreTrainedModel", texts: Texts) -> None:
+    def _write(self, job: Job[RepairedSource], model: "PreTrainedModel", texts: Texts) -> None:
         """Write what was read, in its names, shapes and dtypes, with the trained values in their places."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        source, plan = self.source.checkpoint, self._output_plan()
+        source, passed = self.source.checkpoint, self._student.passed()
+        plan = passed.plan
         made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             for spec in plan.unit(layer):
-                own, new = plan.read(spec.name), made.get(spec.name)
-                if spec.name in plan.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
+                own, new = passed.read(spec.name), made.get(spec.name)
+                if spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:
                     yield spec.name, new.detach().to(own.dtype)
@@ -276,7 +269,7 @@ class Repair(Stage[RepairOptions]):
             job,
             plan,
             tensors,
-            config=plan.config(source.config),
+            config=passed.config,
             provenance=passed_on(source),
             calibration=texts.facts,
             seed=self.options.seed,

@@ -14,6 +14,7 @@ from moetool.job.job import Job
 from moetool.job.own_text import own_text
 from moetool.job.result import CalibrationFacts
 from moetool.repair.options import RepairOptions
+from moetool.repair.students import RepairedSource
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Texts:
         return torch.cat([self.trained, *self.held_out.values()])
 
 
-def draw_texts(job: Job, options: RepairOptions) -> Texts:
+def draw_texts(job: Job[RepairedSource], options: RepairOptions) -> Texts:
     """Draw the windows of a job. Raises `UsageError` where the text is too short to hold any out."""
     assert options.calibration is not None
     tokenizer, settings = load_tokenizer(job.source.checkpoint.path), job.source.checkpoint.settings

@@ -19,6 +19,7 @@ from transformers import get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moetool.errors import UsageError, VerificationError
+from moetool.format.kinds.moefied import CENTRE, is_selector
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
@@ -29,6 +30,7 @@ from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
+from moetool.runtime.modules.moefied import NeuronExperts
 from moetool.runtime.modules.quantized import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.tune.trainer import recompute_activations
@@ -70,7 +72,7 @@ class _Master:
     In units of the root mean square of the parameter's numbers, so that one rate fits tensors of any size.
     """
 
-    def __init__(self, parameter: nn.Parameter, stored: torch.dtype) -> None:
+    def __init__(self, parameter: Tensor, stored: torch.dtype) -> None:
         own = parameter.detach().float()
         self._parameter, self._size = parameter, own.square().mean().sqrt().clamp_min(1e-8)
         # Numbers that a coarser dtype holds exactly are stored in it.
@@ -100,7 +102,7 @@ class Distilling:
     def __init__(
         self,
         model: "PreTrainedModel",
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         texts: Texts,
         noted: NotedFile,
         options: RepairOptions,
@@ -253,12 +255,13 @@ def recompute_in_evaluation(model: "PreTrainedModel") -> None:
             module.training = True  # its own, not that of the modules in it
 
 
-def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, nn.Parameter]:
-    """Let only what costs no byte require gradients: norms, biases, routers, scales of codes, low-rank factors and
-    shared bases; `in_full` also attention and experts that are stored in full. Embeddings and head never do.
+def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, Tensor]:
+    """Let only what costs no byte require gradients: norms, biases, routers, scales of codes, low-rank factors, shared
+    bases and representative values of neurons; `in_full` also attention and experts that are stored in full.
+    Embeddings, head and networks that select neurons never do.
 
     Returns:
-        The trained parameters by their names in memory.
+        The trained parameters and buffers by their names in memory.
 
     Raises:
         UsageError: the model has none.
@@ -271,9 +274,13 @@ def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, nn.Parameter
         if isinstance(module, SharedBaseExperts):
             chosen |= {id(parameter) for parameter in (*module.moetool.parameters(), *module.base_parameters())}
     model.requires_grad_(False)
-    found = {}
+    found: dict[str, Tensor] = {
+        f"{name}.{CENTRE}": module.centre.requires_grad_(True)
+        for name, module in model.named_modules()
+        if isinstance(module, NeuronExperts)
+    }
     for name, parameter in model.named_parameters():
-        if is_placeholder(parameter) or not parameter.is_floating_point():
+        if is_placeholder(parameter) or not parameter.is_floating_point() or is_selector(name):
             continue
         whole = in_full and not any(parameter is end for end in ends)
         if id(parameter) in chosen or parameter.dim() == 1 or whole:

@@ -74,10 +74,7 @@ class AnySource:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which most bytes of the weight files are stored."""
-        sizes: dict[torch.dtype, int] = {}
-        for info in self.checkpoint.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        return self.checkpoint.main_dtype
 
 
 class Tune(Stage[TuneOptions, AnySource]):

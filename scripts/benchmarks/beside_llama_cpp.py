@@ -9,12 +9,14 @@ does only takes time.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
-from _common import made_by, publish, write_tokenizer
+from _common import made_by, publish
 from export_gguf import Llama, quantized
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -24,6 +26,9 @@ from moetool.format.gguf import MODEL
 from moetool.job.execute import run_stage
 from moetool.quiet import quiet
 from moetool.stages import stages
+
+sys.path.append(str(Path(__file__).parents[1]))
+from train_small import tokenizer_for
 
 PROMPT, NEW, VOCABULARY = 512, 64, 4096
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 1024, 3584, 8, 2, 4
@@ -48,7 +53,7 @@ def make_random(path: Path) -> Path:
             num_experts_per_tok=TOP_K, max_position_embeddings=4096,
         )  # fmt: skip
         torch.manual_seed(0)
-        write_tokenizer(path, VOCABULARY)
+        tokenizer_for(Path(topics.__file__).read_text(), encoder=False).save_pretrained(path)
         with quiet():
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     return path

@@ -19,6 +19,11 @@ SelectorKind = Literal["mlp", "oracle", "fixed"]
 CENTRE, FIRST, SECOND, ORDER = "centre", "selector.first.weight", "selector.second.weight", "order"
 
 
+def is_selector(name: str) -> bool:
+    """Whether a tensor is of a network that selects experts, by its name on disk or in memory."""
+    return name.endswith((FIRST, SECOND))
+
+
 class MoefiedSpec(CustomModule):
     """Feed-forward networks in parts.
 

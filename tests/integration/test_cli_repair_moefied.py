@@ -1,0 +1,119 @@
+"""`moetool repair` of moefied models, run as a user runs it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import divergence, logits, tensors_of
+from torch import Tensor
+
+SHORT = ("--samples", 64, "--sequence-length", 32, "--held-out", 4, "--batch-size", 4, "--steps", 16)
+KINDS = {"mlp": ("llama", ()), "fixed": ("gpt2", ("--selector", "random"))}
+
+
+@pytest.fixture
+def tokens(tiny_tokens: Tensor) -> Tensor:
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture
+def repaired(run_cli: Any, tiny_text: Path, tmp_path: Path) -> Any:
+    def run(source: Path, original: Path, *options: object) -> Any:
+        words = ("repair", source, tmp_path / "out", "--to", original, "--calibration", tiny_text, *SHORT, *options)
+        return run_cli(*words, "--json")
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_comes_nearer_in_the_same_layout(
+    kind: str, dense: Any, moefy: Any, repaired: Any, tokens: Tensor, tmp_path: Path
+) -> None:
+    family, selector = KINDS[kind]
+    original = dense(family)
+    source = moefy(original, "--experts", 8, "--keep", 0.5, *selector).path
+    result = repaired(source, original, "--learning-rate", 0.002)
+    assert result.code == 0, result.stderr
+    told, output, before = result.json, tmp_path / "out", tensors_of(source)
+    after = tensors_of(output)
+    assert {name: (own.dtype, own.shape) for name, own in after.items()} == {
+        name: (own.dtype, own.shape) for name, own in before.items()
+    }
+    assert json.loads((output / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert any(name.endswith("centre") for name in moved)
+    assert any("attn" in name for name in moved)
+    assert not [name for name in moved if "selector" in name or "order" in name or "embed" in name or "wte" in name]
+    assert told["kept_step"] > 0
+    assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
+    whole = logits(original, tokens)
+    assert divergence(logits(output, tokens), whole) < divergence(logits(source, tokens), whole)
+
+
+def test_small_leaves_matrices_alone(dense: Any, moefy: Any, repaired: Any, tmp_path: Path) -> None:
+    original = dense("llama")
+    source = moefy(original, "--experts", 8, "--keep", 0.5).path
+    result = repaired(source, original, "--train", "small", "--learning-rate", 0.002)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved
+    assert all(before[name].dim() == 1 for name in moved)
+    assert result.json["trained_parameters"] == sum(
+        own.numel() for own in before.values() if own.dim() == 1 and own.numel() > 1 and own.is_floating_point()
+    )
+
+
+def test_the_plan_counts_what_is_trained(dense: Any, moefy: Any, repaired: Any, run_cli: Any) -> None:
+    from moetool.checkpoint.reader import Checkpoint
+    from moetool.repair.costs import TrainedModel
+    from moetool.repair.training import choose
+    from moetool.runtime.loading import load_model
+
+    checkpoint = Checkpoint.open(moefy(dense("llama"), "--experts", 8, "--keep", 0.5).path)
+    for in_full in (False, True):
+        parameters = choose(load_model(checkpoint, torch.float32), in_full=in_full)
+        planned = TrainedModel.of_moefied(checkpoint, in_full=in_full).trained
+        assert sum(parameter.numel() for parameter in parameters.values()) == planned
+
+
+def test_no_routers_no_codes_in_the_plan(dense: Any, moefy: Any, repaired: Any) -> None:
+    original = dense("llama")
+    result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--dry-run")
+    assert result.code == 0, result.stderr
+    assert not {"routing", "codes"} & result.json.keys()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("moefied", "is no dense model, which this one was made of"),
+        ("mixture", "model_type llama"),
+        ("self", "a moefied model is repaired on a text"),
+    ],
+)
+def test_what_cannot_be_its_original_is_refused(
+    wrong: str, said: str, dense: Any, moefy: Any, repaired: Any, tiny_mixtral: Path
+) -> None:
+    original = dense("llama")
+    source = moefy(original, "--experts", 8, "--keep", 0.5).path
+    to = {"moefied": source, "mixture": tiny_mixtral, "self": original}[wrong]
+    result = repaired(source, to, *(("--calibration", "self") if wrong == "self" else ()))
+    assert result.code in (2, 3)
+    assert said in result.stderr
+
+
+def test_an_encoder_is_refused(dense: Any, moefy: Any, repaired: Any) -> None:
+    original = dense("bert")
+    result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original)
+    assert result.code == 3
+    assert "is an encoder (bert): repair compares predictions of the next token" in result.stderr
+
+
+def test_a_dense_model_has_nothing_to_be_repaired(dense: Any, repaired: Any) -> None:
+    original = dense("llama")
+    result = repaired(original, original)
+    assert result.code == 3
+    assert "Traceback" not in result.stderr
