@@ -18,8 +18,9 @@ class RepairOptions(RunOptions, TextOptions):
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
     train: Literal["auto", "small", "all"] = Field(
         "auto",
-        description="What changes. small: norms, biases, routers, scales, factors and bases. all: these, attention and "
-        "experts that are stored in full. auto: all where there are such experts, as after reap.",
+        description="What changes. small: norms, biases, routers, scales, factors, bases, and values in place of "
+        "skipped neurons. all: these, attention and experts that are stored in full. auto: all where there are such "
+        "experts, as after reap or in a moefied model.",
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")

@@ -60,7 +60,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     """Distillation of the original into what costs no byte of a compressed or moefied model."""
 
     name: ClassVar[str] = "repair"
-    summary: ClassVar[str] = "train a compressed model's scales, factors, norms and routers towards its original"
+    summary: ClassVar[str] = "train what costs no byte of a compressed or moefied model towards its original"
     options_type: ClassVar[type[RunOptions]] = RepairOptions
 
     @property
@@ -145,6 +145,8 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         is_moefied = isinstance(self.source, MoefiedSource)
         if is_moefied and any(spec.is_self for spec in parse_data(options.calibration or "")):
             raise UsageError("--calibration self: a moefied model is repaired on a text. Name one, or bundled.")
+        if is_moefied and options.routing is not None:
+            raise UsageError("--routing: a moefied model has no routers. Leave it out.")
         output, student = self._student.passed().plan, self._student
         first, second, holds = self._memory
         details: dict[str, Json] = {

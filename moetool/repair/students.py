@@ -33,12 +33,19 @@ class MoefiedSource:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "MoefiedSource":
-        """Open one by its headers. Raises `InvalidInputError` for an encoder, and for tensors of other shapes than the
-        config has."""
+        """Open one by its headers. Raises `InvalidInputError` for an encoder, for a model that skips nothing, and for
+        tensors of other shapes than the config has."""
+        spec = custom_module(checkpoint.config)
+        assert isinstance(spec, MoefiedSpec)
         if is_encoder(checkpoint.config):
             raise InvalidInputError(
                 f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of "
                 "the next token."
+            )
+        if spec.at_work == spec.experts:
+            raise InvalidInputError(
+                f"{checkpoint.path} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to be "
+                "learnt back. Moefy with a smaller --keep."
             )
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
@@ -55,8 +62,9 @@ RepairedSource = Source | MoefiedSource
 
 def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
     """Open the input of a repair: an MoE model, or a moefied one. Raises `InvalidInputError` for any other."""
-    is_moefied = isinstance(custom_module(checkpoint.config), MoefiedSpec)
-    return MoefiedSource.of(checkpoint) if is_moefied else Source.of(checkpoint)
+    if isinstance(custom_module(checkpoint.config), MoefiedSpec):
+        return MoefiedSource.of(checkpoint)
+    return Source.of(checkpoint)
 
 
 @dataclass(frozen=True)

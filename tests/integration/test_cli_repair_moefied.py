@@ -105,6 +105,16 @@ def test_what_cannot_be_its_original_is_refused(
     assert said in result.stderr
 
 
+def test_options_and_models_that_make_no_sense_are_refused(dense: Any, moefy: Any, repaired: Any) -> None:
+    original = dense("llama")
+    result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--routing", 3)
+    assert result.code == 2
+    assert "--routing: a moefied model has no routers" in result.stderr
+    result = repaired(moefy(original, "--experts", 8, "--keep", 1).path, original)
+    assert result.code == 3
+    assert "computes all 8 experts (keep 1), so that nothing is to be learnt back" in result.stderr
+
+
 def test_an_encoder_is_refused(dense: Any, moefy: Any, repaired: Any) -> None:
     original = dense("bert")
     result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original)
