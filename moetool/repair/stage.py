@@ -154,9 +154,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             "original_memory_bytes": first,
             "training_memory_bytes": second,
             "learning_rate": self._rate,
-            **({} if is_moefied else {"routing": student.routing if student.target else 0.0}),
         }
-        if student.trained.decoded:
+        if not is_moefied:
+            details["routing"] = student.routing if student.target else 0.0
             details["codes"] = (
                 "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
             )
