@@ -7,13 +7,13 @@ from typing import Self
 
 import torch
 
+from moetool.architectures.base import whole_number
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.format.kinds.moefied import is_selector
-from moetool.job.blueprint import layer_of
 from moetool.job.job import Source
 from moetool.repair.options import RepairOptions
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
@@ -101,13 +101,13 @@ class TrainedModel:
     @classmethod
     def of_moefied(cls, checkpoint: Checkpoint, *, in_full: bool) -> Self:
         """The sizes of a moefied model, from its headers: vectors (norms, biases, neurons' representative values) can
-        change, and in full all matrices of its layers but those of selectors."""
+        change, and in full all matrices but embeddings, head and selectors."""
+        vocabulary = whole_number(checkpoint.settings, "vocab_size")
 
         def changes(name: str, shape: Sequence[int]) -> bool:
             if math.prod(shape) == 1:
                 return False  # a placeholder
-            is_matrix = in_full and bool(layer_of(name)) and not is_selector(name)
-            return len(shape) == 1 or is_matrix
+            return len(shape) == 1 or (in_full and shape[0] != vocabulary and not is_selector(name))
 
         trained = sum(
             math.prod(info.shape)

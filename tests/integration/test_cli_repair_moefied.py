@@ -66,17 +66,33 @@ def test_small_leaves_matrices_alone(dense: Any, moefy: Any, repaired: Any, tmp_
     )
 
 
-def test_the_plan_counts_what_is_trained(dense: Any, moefy: Any, repaired: Any, run_cli: Any) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "phi3", "mpt"])
+def test_the_plan_counts_what_is_trained(family: str, dense: Any, moefy: Any) -> None:
     from moetool.checkpoint.reader import Checkpoint
     from moetool.repair.costs import TrainedModel
     from moetool.repair.training import choose
     from moetool.runtime.loading import load_model
 
-    checkpoint = Checkpoint.open(moefy(dense("llama"), "--experts", 8, "--keep", 0.5).path)
+    checkpoint = Checkpoint.open(moefy(dense(family), "--experts", 8, "--keep", 0.5).path)
     for in_full in (False, True):
         parameters = choose(load_model(checkpoint, torch.float32), in_full=in_full)
         planned = TrainedModel.of_moefied(checkpoint, in_full=in_full).trained
         assert sum(parameter.numel() for parameter in parameters.values()) == planned
+
+
+def test_a_result_is_repaired_again_and_evaluated(
+    dense: Any, moefy: Any, repaired: Any, run_cli: Any, tiny_text: Path, tmp_path: Path
+) -> None:
+    original = dense("llama")
+    once = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original)
+    assert once.code == 0, once.stderr
+    first = (tmp_path / "out").rename(tmp_path / "first")
+    again = repaired(first, original)
+    assert again.code == 0, again.stderr
+    assert all(again.json["kl_after"][name] <= again.json["kl_before"][name] for name in again.json["kl_before"])
+    words = ("--data", tiny_text, "--sequence-length", 32, "--windows", 4, "--keep", 0.75, "--json")
+    result = run_cli("eval", tmp_path / "out", *words)
+    assert result.code == 0, result.stderr
 
 
 def test_no_routers_no_codes_in_the_plan(dense: Any, moefy: Any, repaired: Any) -> None:
