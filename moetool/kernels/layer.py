@@ -11,6 +11,7 @@ from torch import Tensor
 from moetool.compiled.compiler import library, threads
 from moetool.kernels.self_attention import (
     CacheRoom,
+    Projected,
     Projection,
     RootMeanSquare,
     SelfAttention,
@@ -74,7 +75,7 @@ class TokenLayer:
     ) -> None:
         """Note where everything lies; `before` and `after` are the norms before and after attention."""
         self._routing = routing
-        router = Projection() if routing is None else Projection(routing.matrix.data_ptr(), None, *routing.matrix.shape)
+        router = Projection() if routing is None else Projected(routing.matrix, None).structure()
         self._own = _Layer(
             attention.structure,
             before.weight.data_ptr(),

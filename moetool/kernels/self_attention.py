@@ -21,6 +21,8 @@ class Projection(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
     )
 
 
@@ -72,10 +74,24 @@ def _with_room(states: Tensor, more: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Projected:
-    """A linear layer `[out, in]` in bf16, and its bias `[out]`."""
+    """A linear layer.
+
+    Attributes:
+        matrix: [out, in] in bf16, or codes of 8 bits (uint8), whose level is code − 127.
+        bias: [out] in bf16.
+        scales: [out, in / group] in bf16, of codes; a group is a multiple of 16.
+    """
 
     matrix: Tensor
     bias: Tensor | None
+    scales: Tensor | None = None
+
+    def structure(self) -> Projection:
+        """The struct of vector.h. Valid as long as the tensors are where they are."""
+        scales, (rows, columns) = self.scales, self.matrix.shape
+        addresses = [None if own is None else own.data_ptr() for own in (self.matrix, self.bias, scales)]
+        group = 0 if scales is None else columns // scales.shape[1]
+        return Projection(addresses[0], addresses[1], rows, columns, addresses[2], group)
 
 
 @dataclass(frozen=True)
@@ -106,10 +122,7 @@ class SelfAttention:
         """
         query, key, _, self._out = projections
         self._own = SelfAttentionStruct(
-            *(
-                Projection(own.matrix.data_ptr(), None if own.bias is None else own.bias.data_ptr(), *own.matrix.shape)
-                for own in projections
-            ),
+            *(own.structure() for own in projections),
             *([None, None] if norms is None else [norm.weight.data_ptr() for norm in norms]),
             query.matrix.shape[0] // width,
             key.matrix.shape[0] // width,

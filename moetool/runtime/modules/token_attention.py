@@ -16,6 +16,8 @@ from moetool.kernels.vector import LANES
 from moetool.runtime.attention import MOETOOL_ATTENTION
 from moetool.runtime.modules.known import InFront, in_front_of, is_watched, says
 from moetool.runtime.modules.linear import TokenLinear
+from moetool.runtime.modules.offloading import is_fetched
+from moetool.runtime.modules.quantized import QuantizedLinear
 
 # What the kernel computes, as transformers has it in some forty families. A family that says anything else keeps its
 # own.
@@ -142,14 +144,16 @@ class TokenAttention(InFront):
         if is_watched(*parts):
             return None
         if self.made is None or not self.made[1].is_current():
-            self.made = self._noted(parts), Held([self, *parts])
+            stored = [part.stored for part in parts if isinstance(part, QuantizedLinear)]
+            self.made = self._noted(parts), Held([self, *parts, *stored])
         return self.made[0]
 
     def _noted(self, parts: list[Any]) -> SelfAttention | None:
-        projections = [part for part in parts if type(part) is TokenLinear]
+        projections = [found for part in parts if (found := _projected(part)) is not None]
         kinds: list[Any] = [type(part) for part in parts]
         norms = [part for part, kind in zip(parts, kinds, strict=True) if is_norm(kind)]
-        tensors = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
+        plain = [part for part in parts if not isinstance(part, QuantizedLinear)]
+        tensors = [tensor for part in plain for tensor in part._parameters.values() if tensor is not None]
         fits = (
             len(projections) == 4
             and len(norms) == (2 if hasattr(self, "q_norm") else 0)
@@ -161,7 +165,7 @@ class TokenAttention(InFront):
         )
         if not fits:
             return None
-        query, key, value, out = (Projected(own.weight, own.bias) for own in projections)
+        query, key, value, out = projections
         rows, count = query.matrix.shape[0], key.matrix.shape[0]
         if rows % self.head_dim or count % self.head_dim or rows % count or out.matrix.shape[1] != rows:
             return None
@@ -187,6 +191,27 @@ class Ready:
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+
+
+def _projected(part: Any) -> Projected | None:
+    """A part of attention as a linear layer that the kernel knows; None if it is none."""
+    if type(part) is TokenLinear:
+        return Projected(part.weight, part.bias)
+    if type(part) is not QuantizedLinear:
+        return None
+    stored, bias = part.stored, part.bias
+    (rows, columns), scales = stored.shape, stored.scales.detach()
+    fits = (
+        stored.bits == 8
+        and stored.codes.device.type == scales.device.type == "cpu"
+        and scales.dtype == torch.bfloat16
+        and scales.is_contiguous()
+        and (bias is None or (bias.dtype == torch.bfloat16 and bias.device.type == "cpu" and bias.is_contiguous()))
+        and not is_fetched(stored)
+        and columns % scales.shape[1] == 0
+        and columns // scales.shape[1] % LANES == 0
+    )
+    return Projected(stored.codes.view(rows, columns), bias, scales) if fits else None
 
 
 def _room(layer: DynamicLayer, heads: int, width: int) -> CacheRoom | None:

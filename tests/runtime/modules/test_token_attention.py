@@ -17,9 +17,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from moetool.compiled.compiler import problem
 from moetool.kernels.self_attention import SelfAttention
+from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.attention import attend_by_kernels
 from moetool.runtime.modules import token_attention
 from moetool.runtime.modules.linear import multiply_by_kernels
+from moetool.runtime.modules.quantized import QuantizedLinear
 from moetool.runtime.modules.token_attention import TokenAttention, attend_in_one_call
 
 pytestmark = pytest.mark.skipif(bool(problem()), reason=problem())
@@ -107,6 +109,44 @@ def test_replaced_tensors_and_modules(model: PreTrainedModel) -> None:
     for own in (model, plain):
         own.model.layers[0].self_attn.o_proj = nn.Sequential(own.model.layers[0].self_attn.o_proj, nn.Identity())
     assert follow(model).equal(follow(plain))
+
+
+@torch.no_grad()
+def in_codes(model: PreTrainedModel, group: int) -> PreTrainedModel:
+    """Its attention in 8 bits, as `--include attention` stores it."""
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            matrix = getattr(layer.self_attn, name).weight
+            form = QuantizedMatrix(8, group)
+            stored = form.build((matrix.shape[0], matrix.shape[1]), matrix.dtype, matrix.device)
+            for own, tensor in form.encode(matrix.float(), matrix.dtype).items():
+                getattr(stored, own).copy_(tensor.view(getattr(stored, own).shape))
+            made = QuantizedLinear(stored, None)
+            made.is_filled = True
+            setattr(layer.self_attn, name, made)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_attention_in_8_bits(group: int, model: PreTrainedModel, counted: list[int]) -> None:
+    plain = in_codes(model, group)
+    model = copy.deepcopy(plain)
+    attend_in_one_call(model)
+    expected = follow(plain)
+    assert not counted
+    torch.testing.assert_close(follow(model), expected, rtol=0.02, atol=0.02)
+    assert len(counted) == (IDS.shape[1] - 8) * model.config.num_hidden_layers
+    for own in (model, plain):
+        own.model.layers[0].self_attn.q_proj.stored.scales.data = own.model.layers[0].self_attn.q_proj.stored.scales * 2
+    torch.testing.assert_close(follow(model), follow(plain), rtol=0.02, atol=0.02)
+    assert not torch.allclose(follow(model), expected, rtol=0.02, atol=0.02)
+
+
+def test_attention_in_groups_that_kernels_do_not_read(model: PreTrainedModel, counted: list[int]) -> None:
+    model = in_codes(model, 8)
+    attend_in_one_call(model)
+    follow(model)
+    assert not counted
 
 
 def test_caches_that_part_ways(model: PreTrainedModel) -> None:
