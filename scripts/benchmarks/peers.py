@@ -40,7 +40,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 
 # Else glibc keeps what tuning frees, and the process grows to several GB.
 SPARING = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "2"}
-WORKERS = Path(__file__).parent / "peers"
+WORKERS = Path(__file__).resolve().parent / "peers"
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
 
@@ -100,7 +100,7 @@ class Model:
 
     def by_peer(self, peer: Peer, bits: int, group: int, seed: int) -> dict[str, Any]:
         """What a peer loses, and its seconds."""
-        options, place = self.options, Path(tempfile.mkdtemp(dir=self.options.work))
+        options, place = self.options, Path(tempfile.mkdtemp(dir=self.options.work)).resolve()
         given, found = place / "given.safetensors", place / "experts.safetensors"
         words = ["--bits", str(bits), "--group-size", str(group), *peer.words]
         if peer.takes_text:
@@ -113,10 +113,10 @@ class Model:
             save_file(matrices(self.reader), given)
         if peer.worker == "autoround.py":
             words += ["--iterations", str(options.iterations), "--seed", str(seed)]
-        named = [self.path] if peer.takes_text else []
+        named = [os.path.abspath(self.path)] if peer.takes_text else []
         began = time.monotonic()
-        command = [options.python, str(WORKERS / peer.worker), *named, str(given), str(found), *words]
-        subprocess.run(command, check=True, env=os.environ | SPARING)
+        command = [os.path.abspath(options.python), str(WORKERS / peer.worker), *named, str(given), str(found), *words]
+        subprocess.run(command, check=True, env=os.environ | SPARING, cwd=place)  # some leave files where they run
         seconds = time.monotonic() - began
         if found.is_dir():
             made = Checkpoint.open(found)
