@@ -113,9 +113,9 @@ class Model:
             save_file(matrices(self.reader), given)
         if peer.worker == "autoround.py":
             words += ["--iterations", str(options.iterations), "--seed", str(seed)]
-        named = [os.path.abspath(self.path)] if peer.takes_text else []
+        named = [str(Path(self.path).absolute())] if peer.takes_text else []
         began = time.monotonic()
-        command = [os.path.abspath(options.python), str(WORKERS / peer.worker), *named, str(given), str(found), *words]
+        command = [str(Path(options.python).absolute()), str(WORKERS / peer.worker), *named, str(given), str(found), *words]
         subprocess.run(command, check=True, env=os.environ | SPARING, cwd=place)  # some leave files where they run
         seconds = time.monotonic() - began
         if found.is_dir():
