@@ -115,7 +115,8 @@ class Model:
             words += ["--iterations", str(options.iterations), "--seed", str(seed)]
         named = [str(Path(self.path).absolute())] if peer.takes_text else []
         began = time.monotonic()
-        command = [str(Path(options.python).absolute()), str(WORKERS / peer.worker), *named, str(given), str(found), *words]
+        python = str(Path(options.python).absolute())
+        command = [python, str(WORKERS / peer.worker), *named, str(given), str(found), *words]
         subprocess.run(command, check=True, env=os.environ | SPARING, cwd=place)  # some leave files where they run
         seconds = time.monotonic() - began
         if found.is_dir():
