@@ -12,8 +12,8 @@ place.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -120,6 +120,14 @@ class LayerLayout:
     def is_extended(self) -> bool:
         """Whether the shared expert is stored as one more delta to the base (DeRS, Appendix A)."""
         return self.stored_experts > self.shape.experts
+
+    def of(self, experts: Sequence[int]) -> "LayerLayout":
+        """The layout of some routed experts alone, in that order, with all of the base; no shared expert is in it."""
+        weights = {
+            role: None if own is None else tuple(own[expert] for expert in experts)
+            for role, own in self.weights.items()
+        }
+        return replace(self, shape=replace(self.shape, experts=len(experts)), weights=weights)
 
     @property
     def is_native(self) -> bool:

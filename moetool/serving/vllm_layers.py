@@ -6,6 +6,7 @@ kernels that transformers' models run on. Written against the main branch of vLL
 `layers/quantization/base_config.py` (026bb17).
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
@@ -21,6 +22,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
+from moetool.architectures.derived import entries_of
+from moetool.architectures.described import empty_model_of
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.settings import filled_in
 from moetool.errors import UsageError
 from moetool.format.entry import check_format_version
@@ -73,33 +77,40 @@ class MoetoolServing(QuantizationConfig):
             return UnquantizedLinearMethod()
         if not isinstance(layer, RoutedExperts) or (index := layer_of(prefix)) not in layouts:
             return None
-        return MoetoolExpertsMethod(layer.moe_config, self._config, self._checkpoint, index, layouts[index])
-
-    @cached_property
-    def _config(self) -> Any:
-        return get_current_vllm_config().model_config.hf_config
+        return MoetoolExpertsMethod(layer.moe_config, self._model, self._checkpoint, index, layouts[index])
 
     @cached_property
     def _checkpoint(self) -> Settings:
-        return filled_in(self._config, {"quantization_config": {**self._entry, "quant_method": METHOD}})
+        config = get_current_vllm_config().model_config.hf_config
+        return filled_in(config, {"quantization_config": {**self._entry, "quant_method": METHOD}})
+
+    @cached_property
+    def _model(self) -> Any:
+        """transformers' own model on the meta device, whose experts say what lies between their matrices."""
+        return empty_model_of(json.loads(entries_of(self._checkpoint)))
 
     @cached_property
     def _layouts(self) -> dict[int, LayerLayout]:
-        decodes = str(get_current_vllm_config().load_config.load_format) == METHOD
-        return served_layouts(self._checkpoint, decodes=decodes)
+        return served_layouts(self._checkpoint, decodes=_loads_itself())
+
+
+def _loads_itself() -> bool:
+    """Whether moetool's loader is to load the model, not one of vLLM's."""
+    return str(get_current_vllm_config().load_config.load_format) == METHOD
 
 
 class MoetoolExpertsMethod(FusedMoEMethodBase):
     """vLLM's method for the compressed experts of one layer: makes room for their tensors, loads and runs them."""
 
-    def __init__(self, moe: Any, config: Any, checkpoint: Settings, index: int, layout: LayerLayout) -> None:
+    def __init__(self, moe: Any, model: Any, checkpoint: Settings, index: int, layout: LayerLayout) -> None:
         super().__init__(moe)
-        self._config, self._checkpoint, self._index, self._layout = config, checkpoint, index, layout
+        self._model, self._checkpoint, self._index, self._layout = model, checkpoint, index, layout
         self._experts: FilledExperts | None = None
+        self._numbers: Tensor | None = None  # of all experts here; those elsewhere have the first number that none has
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -107,12 +118,13 @@ class MoetoolExpertsMethod(FusedMoEMethodBase):
         **extra_weight_attrs: object,
     ) -> None:
         shape, device = self._layout.shape, torch.get_default_device()
+        experts = self._place(layer.expert_map)
         given = {"experts": num_experts, "inputs": hidden_size, "channels": intermediate_size_per_partition}
-        whole = {"experts": shape.experts, "inputs": shape.hidden, "channels": shape.intermediate}
+        whole = {"experts": len(experts), "inputs": shape.hidden, "channels": shape.intermediate}
         if wrong := [f"{given[what]} of {whole[what]} {what}" for what in whole if given[what] != whole[what]]:
             raise UsageError(
-                f"moetool's experts are not cut up or padded, and this process is to hold {' and '.join(wrong)}: run "
-                "vLLM with --tensor-parallel-size 1 and without expert parallelism."
+                f"moetool's experts are not cut up or padded, and this process is to hold {' and '.join(wrong)}: with "
+                "--tensor-parallel-size, run vLLM with --enable-expert-parallel, too."
             )
         if getattr(layer, "apply_router_weight_on_input", False):
             raise UsageError("moetool's experts are weighted at their outputs, and this model weights their inputs.")
@@ -121,16 +133,40 @@ class MoetoolExpertsMethod(FusedMoEMethodBase):
                 "moetool's experts look at what was routed where tokens are many, which no CUDA graph can hold: run "
                 "vLLM with --enforce-eager."
             )
-        self._experts = experts = FilledExperts(self._config, self._checkpoint, self._index, params_dtype, device)
-        for name, parameter in (("w13_weight", experts.fused["up"]), ("w2_weight", experts.fused["down"])):
+        held = FilledExperts(self._model, self._checkpoint, self._index, params_dtype, device, experts)
+        self._experts = held
+        for name, parameter in (("w13_weight", held.fused["up"]), ("w2_weight", held.fused["down"])):
             layer.register_parameter(name, parameter)
             parameter.weight_loader = self._load_native  # type: ignore[attr-defined]
-        for name, parameter in experts.own.items():
+        for name, parameter in held.own.items():
             parameter.weight_loader = partial(self._load_own, name)  # type: ignore[attr-defined]
-        layer.add_module(METHOD, experts.module.moetool)
-        if BASE_CHANNELS in experts.own:
-            layer.register_parameter(BASE_CHANNELS, experts.own[BASE_CHANNELS])
-        layer.load_weights = self._load_all  # type: ignore[assignment]
+        layer.add_module(METHOD, held.module.moetool)
+        if BASE_CHANNELS in held.own:
+            layer.register_parameter(BASE_CHANNELS, held.own[BASE_CHANNELS])
+        layer.load_weights = self._load_all
+
+    def _place(self, expert_map: Tensor | None) -> list[int]:
+        """The experts that this process holds, in the order of their numbers here; `expert_map` [experts] has these,
+        and -1 for all others."""
+        count = self._layout.shape.experts
+        if expert_map is None:
+            return list(range(count))
+        if not _loads_itself():
+            raise UsageError(
+                f"With expert parallelism every process reads its own experts: run vLLM with --load-format {METHOD}."
+            )
+        if self._layout.dynamic_channels:
+            raise UsageError(
+                "Channels of the base are skipped by what all experts of a batch give it, which are in several "
+                "processes: run vLLM without expert parallelism."
+            )
+        here = sorted((number, expert) for expert, number in enumerate(expert_map.tolist()) if number >= 0)
+        self._numbers = expert_map.where(expert_map >= 0, len(here)).long()
+        return [expert for _, expert in here]
+
+    def fill(self, reader: ExpertReader) -> None:
+        """Read the experts from the files of their checkpoint."""
+        self._filled.fill(reader)
 
     @property
     def _filled(self) -> FilledExperts:
@@ -174,8 +210,9 @@ class MoetoolExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """The routed experts alone, `[tokens, hidden]`; vLLM runs shared experts itself where no kernel of its own
-        does."""
+        """What the routed experts of this process give, `[tokens, hidden]`; vLLM runs shared experts itself where no
+        kernel of its own does."""
+        chosen = topk_ids.long() if self._numbers is None else self._numbers[topk_ids.long()]
         with torch.no_grad():
-            output: Tensor = self._filled.module(x, topk_ids.long(), topk_weights)
+            output: Tensor = self._filled.module(x, chosen, topk_weights)
         return output

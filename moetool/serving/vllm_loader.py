@@ -1,7 +1,7 @@
-"""vLLM's `--load-format moetool`: what is in few bits beside the experts is decoded while it is loaded.
+"""vLLM's `--load-format moetool`: experts are read from the files, and what is compressed beside them is decoded.
 
-vLLM builds embeddings of some families without asking a plug-in how they are stored, so that a loader is the one place
-where all of them can be decoded.
+vLLM builds embeddings of some families without asking a plug-in how they are stored, and its models take the names of
+experts' tensors apart in ways of their own, so that a loader is the one place where all of them can be loaded.
 """
 
 from pathlib import Path
@@ -10,22 +10,30 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import UsageError
+from moetool.format.families import architecture_of
 from moetool.serving.plain_tensors import plain_tensors
+from moetool.serving.vllm_layers import MoetoolExpertsMethod
 
 
 class MoetoolLoader(BaseModelLoader):
-    """Loader of compressed checkpoints whose attention, embeddings or head are in few bits, too."""
+    """Loader of compressed checkpoints in any form that vLLM's models can run."""
 
     def download_model(self, model_config: Any) -> None:
         """Download a model of the hub, where it is one."""
         _directory(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Fill a model that vLLM has built."""
-        model.load_weights(plain_tensors(Checkpoint.open(_directory(model_config))))  # type: ignore[operator]
+        """Fill a model that vLLM has built: compressed experts from the files, all else by vLLM's own names."""
+        checkpoint = Checkpoint.open(_directory(model_config))
+        reader = ExpertReader(checkpoint, architecture_of(checkpoint.config))
+        for module in model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), MoetoolExpertsMethod):
+                method.fill(reader)
+        model.load_weights(plain_tensors(reader))  # type: ignore[operator]
 
 
 def _directory(model_config: Any) -> Path:

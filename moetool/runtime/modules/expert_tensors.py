@@ -125,10 +125,10 @@ class ExpertTensors(RoutedExperts):
 
     def _biases(self, expert: int) -> dict[Role, Tensor]:
         """The biases of a routed expert by role, `[out]` each."""
-        found = {role: self._bias(role) for role in self.layout.shape.roles}
+        found = {role: self.biases_of(role) for role in self.layout.shape.roles}
         return {role: bias[expert] for role, bias in found.items() if bias is not None}
 
-    def _bias(self, role: Role) -> Tensor | None:
+    def biases_of(self, role: Role) -> Tensor | None:
         """The biases of all routed experts in a role `[experts, out]`, as they lie in memory, if they have some."""
         roles = self.layout.shape.group(role)
         if roles[0] not in self.layout.shape.biases:
@@ -140,10 +140,11 @@ class ExpertTensors(RoutedExperts):
         """The base `[out, in]` without pruned channels."""
         if not self.layout.has_dense_base(role):
             return self._compact(role).dense()
-        return self._native(0, role)
+        return self.native_matrix(0, role)
 
-    def _native(self, index: int, role: Role) -> Tensor:
-        """The matrix `[out, in]` of a role that stands in the fused tensors."""
+    def native_matrix(self, index: int, role: Role) -> Tensor:
+        """The matrix `[out, in]` of a role that stands in the fused tensors, as a view: an expert's, or (the 0th) the
+        base."""
         group = self.layout.shape.group(role)
         return self._lies(role).parts(self._fused(index, role), len(group), -2)[group.index(role)]
 
@@ -156,7 +157,7 @@ class ExpertTensors(RoutedExperts):
     def dense(self, expert: int, role: Role) -> Tensor:
         """The matrix `[out, in]` that an expert's stored form stands for, in fp32 (dynamic pruning left out)."""
         if self.layout.weights[role] is None:
-            return self._native(expert, role).float()
+            return self.native_matrix(expert, role).float()
         delta, turn = self.delta(expert, role).dense().float(), self._turns.get(role)
         if not self._uses_base(expert, role):
             return delta if turn is None else turn.back(delta)

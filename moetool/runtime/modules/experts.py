@@ -103,7 +103,7 @@ class SharedBaseExperts(ExpertTensors):
 
     def on_kernels(self) -> KernelExperts:
         """Describe bases, deltas and biases of all experts to kernels, as `RoutedExperts.on_kernels` asks for."""
-        found = {role: self._bias(role) for role in self.layout.shape.roles}
+        found = {role: self.biases_of(role) for role in self.layout.shape.roles}
         biases = {role: bias for role, bias in found.items() if bias is not None}
         return self.kernels_of(range(self.num_experts), biases)
 
@@ -128,13 +128,15 @@ class SharedBaseExperts(ExpertTensors):
         for role in shape.roles:
             weights, matrix = self.layout.weights[role], shape.matrix(role)
             products = [
-                ((numbers(self._native(expert, role)),),) if weights is None else self.delta(expert, role).products()
+                ((numbers(self.native_matrix(expert, role)),),)
+                if weights is None
+                else self.delta(expert, role).products()
                 for expert in experts
             ]
             base = None
             if self._has_base[role]:
                 whole = self.layout.has_dense_base(role)
-                single = ((numbers(self._native(0, role)),),) if whole else self._compact(role).products()
+                single = ((numbers(self.native_matrix(0, role)),),) if whole else self._compact(role).products()
                 base = Table([single], self.layout.base_shape(role), ())
             deltas = tuple(self._uses_base(expert, role) for expert in experts)
             uses = torch.tensor(deltas, dtype=torch.float32, device=self.down_proj.device)[:, None]
