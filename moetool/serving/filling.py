@@ -143,8 +143,9 @@ class FilledExperts:
 
     def _on_disk(self, name: str) -> str:
         """The name in the file of one of moetool's tensors, whose experts have their numbers among all there."""
-        parts = name.split(".")
-        return ".".join(str(self._experts[int(part)]) if part.isdigit() else part for part in parts)
+        start, dot, rest = name.partition(".")
+        expert, _, of_it = rest.partition(".")
+        return f"{start}{dot}{self._experts[int(expert)]}.{of_it}" if expert.isdigit() else name
 
     @property
     def fused(self) -> dict[Role, nn.Parameter]:

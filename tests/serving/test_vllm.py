@@ -3,29 +3,23 @@
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm_stub
 from families import build
-from safetensors.torch import load_file
+from served import Served, given, serving
 from stored_experts import model_of
-from torch import Tensor
-from transformers import AutoConfig
-from vllm_stub import FusedMoEConfig, MoERunner, RoutedExperts, load_by_modules, load_by_paths
 
-from moetool.architectures import Role
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.entry import format_entry
-from moetool.format.families import architecture_of
 from moetool.runtime.loading import load_model
-from moetool.serving.filling import layer_of, served_layouts
+from moetool.serving.filling import layer_of
 from moetool.serving.vllm import register
 
 METHODS: dict[str, tuple[object, ...]] = {
@@ -33,9 +27,7 @@ METHODS: dict[str, tuple[object, ...]] = {
     "hybrid": ("--ratio", 0.55, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--bits", 3, "--group-size", 16, "--rotate"),
 }
-INCLUDED = ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings")
-REFUSED = {"shared-expert-on-base": "shared expert on the base", "masks": "modules that only moetool runs"}
-SHARDS: tuple[Role, ...] = ("gate", "down", "up")  # w1, w2 and w3
+REFUSED = {"shared-expert-on-base": "shared expert on the base.*--load-format moetool", "masks": "only moetool runs"}
 
 
 @pytest.fixture(scope="module")
@@ -48,62 +40,16 @@ def compressed(
     def make(method: str) -> Path:
         if method not in made:
             made[method] = tmp_path_factory.mktemp("served") / method
-            options = INCLUDED if method == "included" else ("--method", method, *METHODS[method])
-            result = run_cli("compress", tiny_mixtral, made[method], *options, *text)
+            result = run_cli("compress", tiny_mixtral, made[method], "--method", method, *METHODS[method], *text)
             assert result.code == 0, result.stderr
         return made[method]
 
     return make
 
 
-class Served:
-    """The experts of a checkpoint's layer as vLLM builds them, not yet loaded."""
-
-    def __init__(self, path: Path, layer: int = 0, **moe: int) -> None:
-        register()
-        config = Checkpoint.open(path).config
-        architecture = architecture_of(config)
-        kind = sys.modules["vllm.model_executor.layers.quantization"].get_quantization_config("moetool")
-        self.quantization = kind.from_config(config["quantization_config"])
-        shape = architecture.shape
-        sizes = {
-            "num_experts": shape.experts,
-            "num_local_experts": shape.experts,
-            "hidden_dim": shape.hidden,
-            "intermediate_size_per_partition": shape.intermediate,
-        }
-        self.prefix, self.weights = architecture.experts_prefix(layer), dict(load_file(path / "model.safetensors"))
-        self.names = [architecture.weights[role].split(".")[2] for role in SHARDS]
-        self.routed = RoutedExperts(
-            self.prefix[:-1], torch.float32, FusedMoEConfig(**{**sizes, **moe}), self.quantization
-        )
-        self.runner = MoERunner(self.routed)
-
-    def load(self, way: str = "modules") -> None:
-        if way == "modules":
-            loaded = load_by_modules(self.runner, self.prefix, self.weights.items())
-            assert loaded == {name.removeprefix(self.prefix) for name in self.weights if name.startswith(self.prefix)}
-        else:
-            mapper = self.quantization.get_cache_scale_mapper()
-            load_by_paths(self.runner, self.prefix, self.weights.items(), mapper, self.names)
-        self.routed.quant_method.process_weights_after_loading(self.routed)
-
-
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Served]:
-    def make(path: Path, *, enforce_eager: bool = True, **options: int) -> Served:
-        vllm_stub.install(monkeypatch, AutoConfig.from_pretrained(path), enforce_eager=enforce_eager)
-        return Served(path, **options)
-
-    return make
-
-
-def given(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weights and experts of some tokens, as vLLM's routers give them."""
-    draw = torch.Generator().manual_seed(tokens)
-    hidden, scores = torch.randn(tokens, 32, generator=draw), torch.randn(tokens, 4, generator=draw)
-    weights, chosen = scores.softmax(1).topk(2)
-    return hidden, weights, chosen.int()
+    return partial(serving, monkeypatch)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -182,7 +128,7 @@ def test_what_is_too_much_or_does_not_fit_is_refused(
 def test_experts_are_not_cut_up(
     serve: Callable[..., Served], compressed: Callable[[str], Path], cut: dict[str, int], says: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"{says}: run vLLM with --tensor-parallel-size 1"):
+    with pytest.raises(UsageError, match=f"{says}: with .*--enable-expert-parallel"):
         serve(compressed("quantize"), **cut)
 
 
@@ -245,69 +191,6 @@ def test_what_is_more_than_routed_experts_is_refused_at_once(
     quantization = vllm_stub.get_quantization_config("moetool").from_config(entry)
     with pytest.raises(UsageError, match=says):
         quantization.get_quant_method(vllm_stub.LinearBase(), "model.layers.0.self_attn.qkv_proj")
-
-
-def test_weights_in_another_format_are_refused() -> None:
-    entry = {"quant_method": "moetool", "format_version": 3, "layers": {}, "stored": {"quant_method": "fp8"}}
-    config = {"model_type": "mixtral", "quantization_config": entry}
-    with pytest.raises(UsageError, match="--load-format moetool"):
-        served_layouts(config)
-    assert served_layouts(config, decodes=True) == {}
-
-
-class _Engine(torch.nn.Module):
-    """A model that keeps what it is given to load."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        self.given = dict(weights)
-        return set(self.given)
-
-
-def test_the_loader_decodes_what_include_has_stored(
-    monkeypatch: pytest.MonkeyPatch, compressed: Callable[[str], Path]
-) -> None:
-    """Under the names and in the shapes that its source has; experts and all else pass through."""
-    path = compressed("included")
-    plain = load_model(Checkpoint.open(path), torch.float32)
-    config = AutoConfig.from_pretrained(path)
-    vllm_stub.install(monkeypatch, config, load_format="moetool")
-    register()
-    entry = config.to_dict()["quantization_config"]
-    quantization = vllm_stub.get_quantization_config("moetool").from_config(entry)
-    assert quantization.get_quant_method(vllm_stub.LinearBase(), "model.layers.0.self_attn.qkv_proj") is not None
-    engine = _Engine()
-    told = SimpleNamespace(model=str(path), revision=None)
-    vllm_stub.LOADERS["moetool"](SimpleNamespace(load_format="moetool")).load_weights(engine, told)
-    files = load_file(path / "model.safetensors")
-    coded = {name.removesuffix("moetool.codes") for name in files if name.endswith("moetool.codes")} & {
-        f"{module}." for module in entry["beside"]
-    }
-    assert len(coded) == 14
-    assert engine.given.keys() == {
-        name for name in files if not name.startswith(tuple(f"{own}moetool" for own in coded))
-    }
-    for name, tensor in engine.given.items():
-        if (module := name.removesuffix("weight")) in coded:
-            assert tensor.equal(plain.get_submodule(module[:-1]).decoded())
-        else:
-            assert tensor.equal(files[name])
-
-
-def test_the_loader_names_what_it_needs(monkeypatch: pytest.MonkeyPatch, compressed: Callable[[str], Path]) -> None:
-    path = compressed("included")
-    with pytest.raises(UsageError, match="run vLLM with --load-format moetool"):
-        served_layouts(Checkpoint.open(path).settings)
-    vllm_stub.install(monkeypatch, AutoConfig.from_pretrained(path))
-    register()
-    told = SimpleNamespace(model="owner/name", revision="v2")
-    with pytest.raises(UsageError, match="newest revision of owner/name"):
-        vllm_stub.LOADERS["moetool"](SimpleNamespace()).download_model(told)
-
-
-def test_families_that_vllm_names_otherwise_are_refused() -> None:
-    config = build("granitemoe").config.to_dict()
-    with pytest.raises(UsageError, match="in one tensor"):
-        served_layouts({**config, "quantization_config": format_entry({})})
 
 
 def test_layers_have_numbers() -> None:

@@ -23,20 +23,33 @@ METHODS: dict[str, tuple[object, ...]] = {
     "d2moe": ("--method", "d2moe", "--ratio", 0.3, "--prune-base", 0.2),
     "hybrid": ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--method", "quantize", "--bits", 3, "--group-size", 16, "--rotate"),
+    "ders": ("--method", "ders-quantize", "--bits", 4, "--shared-expert"),
     "included": ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings"),
 }
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 96},
     "qwen3_moe": {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "qwen2_moe": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "mlp_only_layers": []},
+    "glm4_moe": {"moe_intermediate_size": 96, "num_nextn_predict_layers": 0},
+    "gpt_oss": {"intermediate_size": 96, "num_local_experts": 6, "sliding_window": 16},
+    "granitemoe": {"intermediate_size": 96},
 }
+# Family, method, and processes that share the experts.
+CASES: list[tuple[str, str, int]] = [
+    *((family, method, 1) for family in ("mixtral", "qwen3_moe") for method in METHODS if method != "ders"),
+    *(("glm4_moe", "ders", 1), ("qwen2_moe", "ders", 1), ("qwen2_moe", "ders", 2)),
+    *(("gpt_oss", "d2moe", 1), ("gpt_oss", "hybrid", 1), ("gpt_oss", "quantize", 1), ("gpt_oss", "quantize", 2)),
+    *(("granitemoe", "hybrid", 1), ("mixtral", "hybrid", 2)),
+]
 # Prints the log-probabilities of all tokens after the first, and the likeliest that follow.
 SERVED = """
 import json, sys
 from vllm import LLM, SamplingParams
-path, ids, new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+path, ids, new, processes = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
 few = {"enforce_eager": True, "max_model_len": len(ids) + new, "max_num_seqs": 1, "load_format": sys.argv[4]}
-model = LLM(model=path, dtype="float32", **few)
+several = {"tensor_parallel_size": processes, "enable_expert_parallel": processes > 1}
+model = LLM(model=path, dtype="float32", **few, **several)
 asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, prompt_logprobs=0)
 [answer] = model.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
 known = [entry[token].logprob for entry, token in zip(answer.prompt_logprobs[1:], ids[1:])]
@@ -64,21 +77,24 @@ def compressed(
     return make
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method", "processes"), CASES)
 def test_predictions_are_those_of_transformers(
-    compressed: Callable[[str, str], Path], family: str, method: str
+    compressed: Callable[[str, str], Path], family: str, method: str, processes: int
 ) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:processes]
+    if len(cores) < processes:
+        pytest.skip("vLLM gives every process a core of its own")
     path = compressed(family, method)
-    load_format = "moetool" if method == "included" else "auto"
+    is_vllms = family in ("mixtral", "qwen3_moe") and method != "included" and processes == 1
     ids = torch.randint(320, (TOKENS,), generator=torch.Generator().manual_seed(0))
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
     }  # fmt: skip
+    words = [str(path), json.dumps(ids.tolist()), str(NEW), "auto" if is_vllms else "moetool", str(processes)]
     told = subprocess.run(
-        [sys.executable, "-c", SERVED, str(path), json.dumps(ids.tolist()), str(NEW), load_format],
-        capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", SERVED, *words], capture_output=True, text=True, env=environment, check=False
+    )
     assert told.returncode == 0, told.stderr[-3000:]
     found, said = json.loads(told.stdout.strip().splitlines()[-1])
     model = load(path).float()

@@ -3,7 +3,7 @@
 After `vllm/model_executor/layers/fused_moe/routed_experts.py` (002d607), `fused_moe_method_base.py` (02a0c2c),
 `runner/moe_runner.py` (01cb308), `layers/quantization/{__init__,base_config}.py` (026bb17) and
 `models/utils.py` of the main branch after 0.28, and `model_loader/{__init__,base_loader}.py` of 0.32. Left out: all
-that runs on a card, parallelism, and EPLB.
+that runs on a card, parallelism but for the numbers of experts, and EPLB.
 """
 
 import re
@@ -121,6 +121,7 @@ class FusedMoEConfig:
     num_local_experts: int
     hidden_dim: int
     intermediate_size_per_partition: int
+    expert_map: Tensor | None = None  # in vLLM, of the layer's ExpertMapManager
 
 
 class RoutedExperts(nn.Module):
@@ -148,6 +149,10 @@ class RoutedExperts(nn.Module):
             weight_loader=self.weight_loader,
             global_num_experts=moe_config.num_experts,
         )
+
+    @property
+    def expert_map(self) -> Tensor | None:
+        return self.moe_config.expert_map
 
     def weight_loader(self, *arguments: Any, **options: Any) -> bool | None:
         raise AssertionError("the plug-in has loaders of its own")
