@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import torch
 from _common import Kept, publish, write_random_text, write_tokenizer
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.format.beside import quantized_beside
+from moetool.format.marker import METHOD, moetool_entry
 
 TOKENS, NEW = 160, 24  # compared: of a text, and after its first 16
 PROMPT, DECODED, BATCH = 384, 48, 8  # timed
 CONTEXT, STARTING = 512, 600  # positions; seconds that vLLM may take to load
+SHARED = "ders-quantize, 4 bits, shared expert"
 METHODS = {
     "d2moe 40 %": ("--method", "d2moe", "--ratio", "0.4"),
     "hybrid 75 %": ("--method", "hybrid", "--ratio", "0.75"),
@@ -39,7 +41,9 @@ METHODS = {
     "hybrid 80 %, trellis": ("--method", "hybrid", "--ratio", "0.8", "--trellis"),
     "d2moe 40 %, base pruned": ("--method", "d2moe", "--ratio", "0.4", "--prune-base", "0.2"),
     "hybrid 80 %, included": ("--method", "hybrid", "--ratio", "0.8", "--include", "attention,embeddings"),
+    SHARED: ("--method", "ders-quantize", "--bits", "4", "--shared-expert"),
 }
+TWICE = ", two processes"  # ends the name of a method whose experts two processes share
 TIMED = ("original", "hybrid 75 %")
 COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
 FAMILIES: Mapping[str, dict[str, object]] = {
@@ -51,7 +55,31 @@ FAMILIES: Mapping[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 128,
         "num_experts": 8,
     },
+    "glm4_moe": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "sliding_window": 64,
+    },
+    "granitemoe": {"num_key_value_heads": 2, "intermediate_size": 128, "num_local_experts": 8},
 }
+# Of these families only some methods are served; of the others, as of MODEL, all but the one for shared experts.
+FEW: Mapping[str, tuple[str, ...]] = {
+    "qwen2_moe": ("original", SHARED, SHARED + TWICE),
+    "glm4_moe": ("original", SHARED, SHARED + TWICE),
+    "gpt_oss": ("original", "d2moe 40 %", "hybrid 75 %", "quantize, 2 bits, rotated", "hybrid 75 %" + TWICE),
+    "granitemoe": ("original", "hybrid 75 %"),
+}
+ALL = ("original", *(method for method in METHODS if method != SHARED), "hybrid 75 %" + TWICE)
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -81,7 +109,7 @@ def compress(source: Path, target: Path, options: Sequence[str], text: Path) -> 
 
 
 @contextlib.contextmanager
-def served(model: Path, dtype: str, log: Path) -> Iterator[str]:
+def served(model: Path, dtype: str, log: Path, processes: int = 1) -> Iterator[str]:
     """The address of `vllm serve` with that model, for the time of the `with` block."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
@@ -96,12 +124,15 @@ def served(model: Path, dtype: str, log: Path) -> Iterator[str]:
         "m",
     ]
     options = ["--enforce-eager", "--dtype", dtype, "--max-model-len", str(CONTEXT), "--port", str(port)]
-    if quantized_beside(Checkpoint.open(model).settings):
-        options += ["--load-format", "moetool"]
+    if moetool_entry(Checkpoint.open(model).config) is not None:
+        options += ["--load-format", METHOD]
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    if processes > 1:
+        options += ["--tensor-parallel-size", str(processes), "--enable-expert-parallel"]
+        cores = sorted(os.sched_getaffinity(0))[:processes]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     with log.open("w") as out:
-        server = subprocess.Popen(
-            [*vllm, *options], stdout=out, stderr=out, env={**os.environ, "VLLM_NO_USAGE_STATS": "1"}
-        )
+        server = subprocess.Popen([*vllm, *options], stdout=out, stderr=out, env=environment)
         try:
             address = f"http://127.0.0.1:{port}"
             for _ in range(STARTING):
@@ -136,16 +167,15 @@ def in_transformers(model: Path, ids: list[int]) -> tuple[list[float], list[int]
         text = torch.tensor([ids])
         known = loaded(text).logits[0, :-1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0]
         begun = text[:, :16]
-        new = loaded.generate(
-            begun, attention_mask=torch.ones_like(begun), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False
-        )
+        loaded.generation_config.eos_token_id = None  # which vLLM is told to ignore
+        new = loaded.generate(begun, attention_mask=torch.ones_like(begun), max_new_tokens=NEW, do_sample=False)
     return known.tolist(), new[0, 16:].tolist()
 
 
-def compared(model: Path, ids: list[int], log: Path) -> dict[str, Any]:
+def compared(model: Path, ids: list[int], log: Path, processes: int) -> dict[str, Any]:
     """Differences between vLLM over HTTP and transformers, both in fp32."""
     known, new = in_transformers(model, ids)
-    with served(model, "float32", log) as address:
+    with served(model, "float32", log, processes) as address:
         told = complete(address, ids, 1, prompt_logprobs=0)["prompt_logprobs"][1:]
         found = [entry[str(token)]["logprob"] for entry, token in zip(told, ids[1:], strict=True)]
         said = complete(address, ids[:16], NEW)["token_ids"]
@@ -171,6 +201,18 @@ def timed(model: Path, ids: list[int], log: Path) -> dict[str, Any]:
     return {"prefill": prefill, "one": one, "many": many}
 
 
+def row(method: str, source: Path, folder: Path, text: Path, ids: list[int], *, is_timed: bool) -> dict[str, Any]:
+    """What is measured of a model and a method, whose result lies in `folder` from then on."""
+    form = method.removesuffix(TWICE)
+    target = folder / form.replace(" ", "-").replace("%", "").replace(",", "")
+    model, log = (
+        compress(source, target, METHODS[form], text) if form in METHODS else source,
+        target.with_suffix(".log"),
+    )
+    found = compared(model, ids[:TOKENS], log, 1 + method.endswith(TWICE))
+    return found | (timed(model, ids, log) if is_timed else {})
+
+
 def _bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
@@ -194,16 +236,8 @@ def main() -> None:
             source, text = options.model, options.text or _bundled(folder / "text.txt")
         ids = _ids(source, text)
         rows = tables[name] = {}
-        for method, words in {"original": (), **METHODS}.items():
-            target = folder / method.replace(" ", "-").replace("%", "").replace(",", "")
-
-            times = name not in FAMILIES and method in TIMED
-
-            def make(words: Sequence[str] = words, target: Path = target, times: bool = times) -> Any:
-                model = compress(source, target, words, text) if words else source  # noqa: B023
-                found = compared(model, ids[:TOKENS], target.with_suffix(".log"))  # noqa: B023
-                return found | (timed(model, ids, target.with_suffix(".log")) if times else {})  # noqa: B023
-
+        for method in FEW.get(name, ALL):
+            make = partial(row, method, source, folder, text, ids, is_timed=name not in FAMILIES and method in TIMED)
             rows[method] = kept.get(f"{name}: {method}", make)
             print(name, method, rows[method], flush=True)
     publish(report(tables, options.model.name), options.to)
@@ -234,7 +268,8 @@ def report(tables: Mapping[str, Mapping[str, Mapping[str, Any]]], trained: str) 
         f"HTTP, beside transformers. {versions}; {platform.machine()}, {torch.get_num_threads()} thread(s).",
         "",
         f"Both in fp32: the largest difference of the log-probabilities of {TOKENS - 1} tokens, and how many of {NEW}",
-        f"greedy tokens are those of transformers. {trained} is trained, the others have random weights.",
+        f"greedy tokens are those of transformers. {trained} is trained, the others have random weights. Two",
+        "processes hold half of the experts each (`--tensor-parallel-size 2 --enable-expert-parallel`).",
         "",
         "| model | method | MB | mean log-probability | largest difference | same tokens |",
         "|---|---|---|---|---|---|",
