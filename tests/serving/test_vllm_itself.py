@@ -102,6 +102,7 @@ def test_predictions_are_those_of_transformers(
     model.generation_config.eos_token_id = None  # which transformers would otherwise forbid, and vLLM ignore
     with torch.no_grad():
         known = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        new = model.generate(ids[None], max_new_tokens=NEW, do_sample=False)[0, TOKENS:]
+        given = {"inputs": ids[None], "attention_mask": torch.ones_like(ids[None])}
+        new = model.generate(**given, max_new_tokens=NEW, do_sample=False)[0, TOKENS:]
     torch.testing.assert_close(torch.tensor(found), known.float(), rtol=0, atol=1e-4)
     assert said == new.tolist()
