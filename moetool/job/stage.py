@@ -122,13 +122,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
         if missing := sorted(lost - before.experts.names - joined_names(after)):
             raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
-        return self.sizes(before, after.checkpoint)
+        return self.sizes(before, after.checkpoint.weight_bytes)
 
     @staticmethod
-    def sizes(before: Source, after: Checkpoint) -> Sizes:
-        """Bytes of the input's and the output's weight files, and of those of the model before anything was done to
-        it."""
-        original, given, written = original_bytes(before), before.checkpoint.weight_bytes, after.weight_bytes
+    def sizes(before: Input, written: int) -> Sizes:
+        """Bytes of the input's weight files, and of those of the model before anything was done to it, beside what
+        was `written`."""
+        original, given = original_bytes(before), before.checkpoint.weight_bytes
         return Sizes(original, written, round(1 - written / original, 6), None if given == original else given)
 
     def inputs(self) -> Mapping[str, Checkpoint]:

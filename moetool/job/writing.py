@@ -34,7 +34,7 @@ from moetool.format.layout import LayerLayout
 from moetool.format.marker import BESIDE, moetool_entry
 from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
 from moetool.job.including import included_tensors
-from moetool.job.job import Job, Source, SourceT
+from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.progress import phase
 from moetool.job.proof import prove
 from moetool.job.records import write_statistics
@@ -287,7 +287,7 @@ def entry_for(
     return format_entry(merged, more={**kept, "original_bytes": original_bytes(source), **own})
 
 
-def original_bytes(source: Source) -> int:
+def original_bytes(source: Input) -> int:
     """Bytes of the weight files before anything was done to the model: what a ratio refers to."""
     entry = moetool_entry(source.checkpoint.config)
     recorded = whole_number(entry, "original_bytes") if entry else None

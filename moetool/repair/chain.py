@@ -191,7 +191,7 @@ def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options
     checked = check_files(directory, manifest, edited=True)
     if checked.problems:
         raise VerificationError(f"{directory}: {'; '.join(checked.problems)}")
-    sizes = stage.sizes(opened, Checkpoint.open(directory))
+    sizes = stage.sizes(opened, Checkpoint.open(directory).weight_bytes)
     return Result(
         stage=kind.name,
         input=str(source),

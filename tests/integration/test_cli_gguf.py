@@ -256,9 +256,13 @@ def test_compressed_experts_are_decoded(
     run_cli: Any, compress: Callable[..., Any], tiny_mixtral: Path, tmp_path: Path
 ) -> None:
     small = compress(tiny_mixtral, "--method", "quantize", "--bits", 4).path
-    assert export(run_cli, small, tmp_path / "out", "--type", "f32").code == 0
+    result = export(run_cli, small, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
     found, source = stored(tmp_path / "out" / "model.gguf"), Source.open(small)
     assert torch.equal(found["blk.1.ffn_up_exps.weight"][2], source.experts.dense(1, 2, "up"))
+    told, original = result.json, Checkpoint.open(tiny_mixtral).weight_bytes
+    assert (told["bytes_before"], told["bytes_input"]) == (original, source.checkpoint.weight_bytes)
+    assert told["achieved_ratio"] == round(1 - told["bytes_after"] / original, 6)
 
 
 def agree(run_cli: Any, path: Path, target: Path) -> None:

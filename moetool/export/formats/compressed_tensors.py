@@ -254,4 +254,4 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         wrong = [name for name, spec in due.items() if name not in held or held[name].shape != spec.shape]
         if wrong:
             raise VerificationError(f"The output lacks {len(wrong)} tensors, the first {min(wrong)}.")
-        return self.sizes(self.source, made)
+        return self.sizes(self.source, made.weight_bytes)

@@ -374,8 +374,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             types = [tensor.type, *(own.name for own in menu.get(tensor.name, ()))]
             if stored is None or shape != tensor.shape or stored.tensor_type.name.lower() not in types:
                 raise VerificationError(f"{output / MODEL} lacks {tensor.name} as it was planned.")
-        before, after = self.source.checkpoint.weight_bytes, (output / MODEL).stat().st_size
-        return Sizes(before, after, round(1 - after / before, 6))
+        return self.sizes(self.source, (output / MODEL).stat().st_size)
 
 
 def _file_type(number: NumberType) -> str:
