@@ -24,7 +24,7 @@ from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
-from moetool.job.result import Details, Result
+from moetool.job.result import Details, Result, Sizes
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import is_finished
 from moetool.repair.options import RepairOptions
@@ -75,9 +75,13 @@ def dry_run_repaired(
 ) -> tuple[Plan, None]:
     """Plan as `plan_repaired`, after the checks of `job.execute.dry_run`; never in bfloat16, where a repair computes
     nothing."""
-    between = compressed_path(output)
+    directory, between = output_directory(output), compressed_path(output)
     _check_place(output, between, resume=resume, overwrite=overwrite)
+    if resume and is_finished(directory) and not between.exists():
+        _made_so(kind, source, directory, options, steps)
     plan, _ = dry_run(kind, source, between, options, resume=resume, overwrite=overwrite and between.exists())
+    if resume and is_finished(between):
+        dry_run(Repair, between, output, repair_options(source, options, steps), resume=True)
     return _joined(plan, kind, source, options, steps), None
 
 
@@ -176,8 +180,8 @@ def _check_resources(plan: Plan, output: Path, options: RunOptions) -> None:
         raise ResourceError(f"{error} Without --repair, {plan.stage} may need less.") from error
 
 
-def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:
-    """The result of a run that had finished before. Raises `UsageError` where that was made otherwise."""
+def _made_so(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Sizes:
+    """Sizes of what a run had finished before. Raises `UsageError` where that was made otherwise."""
     manifest = read_manifest(directory)
     opened = Source.open(source)
     stage = kind(kind.opened(opened.checkpoint), options)
@@ -188,10 +192,15 @@ def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options
             f"{directory} is finished, and was made with other settings or from another input. "
             "--overwrite makes it again with these."
         )
-    checked = check_files(directory, manifest, edited=True)
+    return stage.sizes(opened, Checkpoint.open(directory).weight_bytes)
+
+
+def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:
+    """The result of a run that had finished before. Raises as `_made_so`, and `VerificationError` for damaged files."""
+    sizes = _made_so(kind, source, directory, options, steps)
+    checked = check_files(directory, read_manifest(directory), edited=True)
     if checked.problems:
         raise VerificationError(f"{directory}: {'; '.join(checked.problems)}")
-    sizes = stage.sizes(opened, Checkpoint.open(directory).weight_bytes)
     return Result(
         stage=kind.name,
         input=str(source),

@@ -64,6 +64,10 @@ def test_killed_in_the_repair_it_goes_on_there(
         patch.setattr("moetool.repair.stage.write_checkpoint", fail)
         assert run_cli(*words("quantize", cut, "--repair", 2)).code == 130
     assert (tmp_path / "cut-compressed").exists()
+    other = run_cli(*words("quantize", cut, "--repair", 3, "--resume", "--dry-run"))
+    assert other.code == 2
+    assert "was started with other settings" in other.stderr
+    assert run_cli(*words("quantize", cut, "--repair", 2, "--resume", "--dry-run")).code == 0
     with monkeypatch.context() as patch:
         patch.setattr("moetool.compress.methods.quantize.Quantize.run", fail)  # what is done is not done again
         patch.setattr("moetool.repair.training.Distilling.run", fail)
@@ -74,9 +78,10 @@ def test_killed_in_the_repair_it_goes_on_there(
     again = run_cli(*words("quantize", cut, "--repair", 2, "--resume", "--json"))
     assert again.code == 0, again.stderr
     assert again.json["status"] == "finished"
-    other = run_cli(*words("quantize", cut, "--repair", 3, "--resume"))
-    assert other.code == 2
-    assert "was made with other settings" in other.stderr
+    for more in ((), ("--dry-run",)):
+        other = run_cli(*words("quantize", cut, "--repair", 3, "--resume", *more))
+        assert other.code == 2
+        assert "was made with other settings" in other.stderr
 
 
 def test_a_plan_tells_both(words: Any, run_cli: Any, tmp_path: Path) -> None:
