@@ -21,7 +21,8 @@ from moetool.runtime.loading import loading_memory
 
 NOTE, REPAIR = "Original", "Repair"
 _SCALES = TENSORS[1]
-_KEPT = 60  # activations of a token of a layer that is being computed again, in hidden sizes
+# Activations of a token in hidden sizes: of a layer that is being computed again, and of one that is kept whole.
+_KEPT, _KEPT_WHOLE = 60, 40
 
 # Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
 # value, and the best so far with the one before it.
@@ -66,9 +67,10 @@ def noted_bytes(windows: int, length: int, k: int, routed: int) -> int:
     return windows * length * (k * ENTRY_BYTES + TOKEN_BYTES + routed * ROUTED_BYTES)
 
 
-def activation_bytes(hidden: int, layers: int, tokens: int) -> int:
-    """Bytes of what is kept of a batch on its way through all layers, and of one layer on the way back."""
-    return 4 * tokens * hidden * (2 * layers + _KEPT)
+def activation_bytes(hidden: int, layers: int, tokens: int, *, again: bool = True) -> int:
+    """Bytes of what is kept of a batch on its way through all layers: what enters each, and one layer on the way back;
+    or all of it, where layers do not run `again`."""
+    return 4 * tokens * hidden * (2 * layers + _KEPT if again else _KEPT_WHOLE * layers)
 
 
 def decoded_size(source: Source) -> int:

@@ -21,7 +21,7 @@ from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.repair.costs import TrainedModel, activation_bytes
 from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions
 from moetool.repair.routing import RoutingTarget, routing_target
-from moetool.runtime.building import check_sizes
+from moetool.runtime.building import check_sizes, recomputes
 from moetool.runtime.dense import DenseModel
 
 
@@ -219,7 +219,8 @@ class MoefiedStudent(Student):
         return TrainedModel.of_moefied(self.source.checkpoint, in_full=self.in_full)
 
     def activation_bytes(self, tokens: int) -> int:
-        return activation_bytes(self._dense.hidden, self._dense.layers, tokens)
+        again = recomputes(self.source.checkpoint)
+        return activation_bytes(self._dense.hidden, self._dense.layers, tokens, again=again)
 
     def passed(self) -> Passed:
         checkpoint, units = self.source.checkpoint, dict[str, list[TensorSpec]]()

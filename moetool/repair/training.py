@@ -248,7 +248,10 @@ if TYPE_CHECKING:
 
 def recompute_in_evaluation(model: "PreTrainedModel") -> None:
     """Keep only what enters each layer, and run it again on the way back, in evaluation mode: without dropout and
-    jitter of routers, which are not in the predictions to be met. transformers keeps everything in that mode."""
+    jitter of routers, which are not in the predictions to be met. transformers keeps everything in that mode, and of
+    families whose layers it cannot run again in any."""
+    if not model.supports_gradient_checkpointing:
+        return
     recompute_activations(model)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -37,6 +37,13 @@ def empty_model(config: Mapping[str, object], path: Path, dtype: torch.dtype) ->
     return model
 
 
+def recomputes(checkpoint: Checkpoint) -> bool:
+    """Whether transformers can run the layers of a model again on the way back. Of few families it cannot, and keeps
+    what is in each. Raises as `building`."""
+    with building(checkpoint.config, checkpoint.path, torch.float32) as model:
+        return bool(model.supports_gradient_checkpointing)
+
+
 def quantizer_of(config: Mapping[str, object]) -> "MoetoolQuantizer | None":
     """The plug-in by which the loader puts moetool's modules into a model, if its config lists some."""
     from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer

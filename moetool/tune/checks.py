@@ -2,8 +2,10 @@
 
 from importlib.util import find_spec
 
+from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.processes import sharding
+from moetool.runtime.building import recomputes
 from moetool.tune.options import TuneOptions
 
 
@@ -21,6 +23,15 @@ def check_options(options: TuneOptions) -> None:
         raise UsageError(
             f"--compute-dtype {options.compute_dtype}: tune holds weights in float32 and computes in it, or with "
             "--bf16 in bfloat16; float16 would need a loss scale that it does not search for."
+        )
+
+
+def check_recomputing(options: TuneOptions, checkpoint: Checkpoint) -> None:
+    """Raise `UsageError` where layers cannot be run again on the way back, as the options ask."""
+    if options.gradient_checkpointing and not recomputes(checkpoint):
+        raise UsageError(
+            f"--gradient-checkpointing: transformers cannot run layers of {checkpoint.config['model_type']} again. "
+            "Leave it out; a smaller --batch-size needs less memory, too."
         )
 
 

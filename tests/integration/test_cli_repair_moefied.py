@@ -66,6 +66,17 @@ def test_small_leaves_matrices_alone(dense: Any, moefy: Any, repaired: Any, tmp_
     )
 
 
+def test_layers_that_cannot_run_again_are_kept(dense: Any, moefy: Any, run_cli: Any, repaired: Any) -> None:
+    original = dense("ctrl")
+    source = moefy(original, "--experts", 8, "--keep", 0.5).path
+    result = repaired(source, original, "--steps", 2)
+    assert result.code == 0, result.stderr
+    tune = ("tune", source, source.parent / "tuned", "--data", "bundled", "--gradient-checkpointing")
+    refused = run_cli(*tune, "--dry-run")
+    assert refused.code == 2
+    assert "cannot run layers of ctrl again" in refused.stderr
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt", "phi3", "mpt"])
 def test_the_plan_counts_what_is_trained(family: str, dense: Any, moefy: Any) -> None:
     from moetool.checkpoint.reader import Checkpoint

@@ -65,6 +65,13 @@ def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> No
     assert tensors_of(output).keys() == tensors_of(moe).keys()
 
 
+def test_layers_that_run_again_learn_the_same(tuned: Any, moe: Path, data: Path) -> None:
+    once, _ = tuned(moe, "--data", data, "--steps", 2)
+    again, _ = tuned(moe, "--data", data, "--steps", 2, "--gradient-checkpointing")
+    ours, theirs = tensors_of(once), tensors_of(again)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
 def test_it_is_evaluated_once_a_step(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
     """Also where a step ends an epoch, of which there are two here, and the last is that of the training."""
     options = (*SHORT, "--data", data, "--eval-data", data, "--no-packing", "--batch-size", 30, "--epochs", 2)
