@@ -16,6 +16,7 @@ from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import is_here
 from moetool.errors import MoetoolError
+from moetool.job.card import public
 from moetool.job.progress import Progress
 
 # Words by which files of one kind of text are told apart, as in `wiki.valid.txt` and `wiki.test.txt`.
@@ -82,9 +83,10 @@ def calibration_sources(checkpoint: Checkpoint) -> tuple[str, ...]:
     the kinds of the bundled text that the last step mixed in; empty where there is no manifest, or it names none."""
     if (manifest := manifest_of(checkpoint.path)) is None:
         return ()
-    earlier = [(origin.chosen or {}).get("calibration") for origin in manifest.origins[1:]]
-    named = [manifest.recipe.get("calibration"), *earlier]
-    sources = [part for data in named if isinstance(data, str) for part in _sources(data)]
+    sources = _sources(manifest.recipe.get("calibration"))
+    named = {public(source) for source in sources}  # of earlier steps files are recorded without their folders
+    earlier = [_sources((origin.chosen or {}).get("calibration")) for origin in manifest.origins[1:]]
+    sources += [source for found in earlier for source in found if source not in named]
     facts = manifest.statistics.get("calibration")
     windows = facts.get("kinds") if isinstance(facts, Mapping) else None
     if isinstance(windows, Mapping) and BUNDLED not in sources:
@@ -103,7 +105,9 @@ def is_own_kind(text: str, calibration: Sequence[str]) -> bool | None:
     return any(name == other and own in (part, None) for other, own in map(_kind, calibration))
 
 
-def _sources(data: str) -> list[str]:
+def _sources(data: object) -> list[str]:
+    if not isinstance(data, str):
+        return []
     try:
         return [spec.written for spec in parse_data(data)]
     except MoetoolError:  # another version's, or a file's name that was a path elsewhere

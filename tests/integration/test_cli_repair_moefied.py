@@ -104,6 +104,7 @@ def test_a_result_is_repaired_again_and_evaluated(
     words = ("--data", tiny_text, "--sequence-length", 32, "--windows", 4, "--keep", 0.75, "--json")
     result = run_cli("eval", tmp_path / "out", *words)
     assert result.code == 0, result.stderr
+    assert [name for name in result.json["calibration"] if "bundled" not in name] == [str(tiny_text)]  # of three steps
 
 
 def test_no_routers_no_codes_in_the_plan(dense: Any, moefy: Any, repaired: Any) -> None:
