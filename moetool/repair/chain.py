@@ -32,6 +32,10 @@ from moetool.repair.results import RepairResult
 from moetool.repair.stage import Repair
 
 _BETWEEN = "-compressed"
+_WHOLE = (
+    "That is of --repair: the original predicts, whole and in float32. Of what is noted meanwhile, fewer or shorter "
+    "windows (--samples, --sequence-length) make less."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +232,7 @@ def _joined(plan: Plan, kind: type[AnyStage], source: str | Path, options: RunOp
         plan,
         scratch_bytes=max(plan.scratch_bytes, plan.output_bytes + repair.noted_bytes),
         memory_bytes=max(plan.memory_bytes, least),
+        advice=plan.advice if plan.memory_bytes >= least else _WHOLE,
         phases=tuple(phases.values()) if plan.phases else (),
         details={**plan.details, "repair_steps": steps, "repair_most_memory_bytes": most},
     )

@@ -171,7 +171,7 @@ class Distilling:
                 self._slowdowns -= 1
                 progress.log(
                     f"{failed[0].upper()}{failed[1:]}. Again from the input's values, with --learning-rate "
-                    f"{self._rate:g} in the {steps - step} steps that are left."
+                    f"{self._rate:g} for what is left of the {steps} steps."
                 )
         self._set(best[2])
         if stopped is not None:

@@ -98,6 +98,14 @@ def test_a_plan_tells_both(words: Any, run_cli: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_too_little_memory_for_the_original_is_told_as_such(words: Any, run_cli: Any, tmp_path: Path) -> None:
+    for more in ((), ("--dry-run",)):
+        result = run_cli(*words("quantize", tmp_path / "out", "--repair", 2, "--memory", "300MB", *more))
+        assert result.code == 4
+        assert "the original predicts, whole and in float32" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.exhaustive
 def test_the_most_memory_holds_of_what_was_made(
     words: Any, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
