@@ -36,15 +36,14 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         text = None  # what the model wrote itself is gone
     size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
-        return _after_gguf(Path(made))
+        return line("verify", str(Path(made) / MODEL)) if _lacks_tokenizer(given) else _after_gguf(Path(made))
     if result.stage == "compressed-tensors":
-        return _after_packing(made)
+        return line("verify", made) if _lacks_tokenizer(made) else _after_packing(made)
     if (then := stages()[result.stage].next_command) is not None:
         return line(*(_filled(word, given, made) for word in then.split()))
     if command == "upcycle" and trains and text is not None and _fits(_TRAINING * size):
         return line("tune", made, _new(made, "tuned"), "--data", text)
-    lacks_tokenizer = Path(made).is_dir() and not has_vocabulary(Path(made))
-    if not trains or lacks_tokenizer or not _fits(_RUNNING * size):
+    if not trains or _lacks_tokenizer(made) or not _fits(_RUNNING * size):
         return line("report", made)
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
@@ -53,6 +52,10 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
         return f"{seen}    # what it lost, by kind of text"
     return line("generate", made, PROMPT)
+
+
+def _lacks_tokenizer(model: str) -> bool:
+    return Path(model).is_dir() and not has_vocabulary(Path(model))
 
 
 def _filled(word: str, given: str, made: str) -> str:

@@ -164,6 +164,15 @@ def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> Non
     assert f"eval {made} --data bundled" in after_stage("compress", result, CalibrationOptions())
 
 
+def test_an_export_without_a_tokenizer_cannot_be_talked_with(tmp_path: Path) -> None:
+    result = Result(
+        stage="gguf", input=str(tmp_path), output="made", seconds=1.0, peak_memory_bytes=1, details=Details()
+    )
+    assert after_stage("export", result).endswith("verify made/model.gguf")
+    packed = replace(result, stage="compressed-tensors", output=str(tmp_path))
+    assert after_stage("export", packed).endswith(f"verify {tmp_path}")
+
+
 def test_a_heart_beats_while_one_unit_takes_long() -> None:
     came, beats = threading.Event(), list[tuple[int, int]]()
 
