@@ -9,6 +9,8 @@ from moetool.job.options import RunOptions, TextOptions
 # By default: rates of the small tensors and of all, and weights of the routers' divergence. With all experts it so
 # comes to two or three times that of predictions; where fewer are left it tells less.
 RATE, RATE_IN_FULL = 0.002, 0.003
+# Up to so many layers. Adam moves all by as much, and what they change adds up: in more layers each moves by less.
+RATE_LAYERS = 8
 ROUTING, ROUTING_OF_FEWER = 80.0, 20.0
 
 
@@ -28,7 +30,8 @@ class RepairOptions(RunOptions, TextOptions):
         None,
         gt=0,
         description="Peak of the schedule, relative to the root mean square of each trained tensor "
-        f"[default: {RATE:g}; {RATE_IN_FULL:g} where experts in full are trained].",
+        f"[default: {RATE:g}; {RATE_IN_FULL:g} where experts in full are trained; in models of more than {RATE_LAYERS} "
+        f"layers {RATE_LAYERS} / layers times that].",
     )
     routing: float | None = Field(
         None,

@@ -39,7 +39,7 @@ from moetool.repair.costs import (
     noted_bytes,
     repair_phases,
 )
-from moetool.repair.options import RATE, RATE_IN_FULL, RepairOptions
+from moetool.repair.options import RATE, RATE_IN_FULL, RATE_LAYERS, RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.students import MoefiedSource, RepairedSource, Student, repaired_source, student_of
 from moetool.repair.texts import Texts, draw_texts
@@ -105,7 +105,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _rate(self) -> float:
-        return self.options.learning_rate or (RATE_IN_FULL if self._student.in_full else RATE)
+        default = RATE_IN_FULL if self._student.in_full else RATE
+        default *= RATE_LAYERS / max(RATE_LAYERS, self._student.size.layers)
+        return self.options.learning_rate or float(f"{default:.2g}")
 
     @cached_property
     def _memory(self) -> tuple[int, int, bool]:

@@ -143,3 +143,15 @@ def test_a_dense_model_has_nothing_to_be_repaired(dense: Any, repaired: Any) -> 
     result = repaired(original, original)
     assert result.code == 3
     assert "Traceback" not in result.stderr
+
+
+def test_the_default_rate_falls_with_the_number_of_layers(
+    dense: Any, moefy: Any, repaired: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = dense("llama")
+    source = moefy(original, "--experts", 8, "--keep", 0.5).path
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    monkeypatch.setattr("moetool.repair.stage.RATE_LAYERS", 1)
+    assert repaired(source, original, "--dry-run").json["learning_rate"] == pytest.approx(0.003 / layers)
+    given = repaired(source, original, "--dry-run", "--learning-rate", 0.003)
+    assert given.json["learning_rate"] == 0.003
