@@ -6,6 +6,7 @@ from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
 
+Trained = Literal["routers", "small", "all"]
 # By default: rates of the small tensors and of all, and weights of the routers' divergence. With all experts it so
 # comes to two or three times that of predictions; where fewer are left it tells less.
 RATE, RATE_IN_FULL = 0.002, 0.003
@@ -18,11 +19,11 @@ class RepairOptions(RunOptions, TextOptions):
     """Options of repair: towards which model, on which text, for how many steps and at which rate."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
-    train: Literal["auto", "small", "all"] = Field(
+    train: Literal["auto", "routers", "small", "all"] = Field(
         "auto",
-        description="What changes. small: norms, biases, routers, scales, factors, bases, and values in place of "
-        "skipped neurons. all: these, attention and experts that are stored in full. auto: all where there are such "
-        "experts, as after reap or in a moefied model.",
+        description="What changes. routers: these alone, as in Router KD. small: norms, biases, routers, scales, "
+        "factors, bases, and values in place of skipped neurons. all: these, attention and experts that are stored in "
+        "full. auto: all where there are such experts, as after reap or in a moefied model; else small.",
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")

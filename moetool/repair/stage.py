@@ -105,7 +105,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _rate(self) -> float:
-        default = RATE_IN_FULL if self._student.in_full else RATE
+        default = RATE_IN_FULL if self._student.trains == "all" else RATE
         default *= RATE_LAYERS / max(RATE_LAYERS, self._student.size.layers)
         return self.options.learning_rate or float(f"{default:.2g}")
 
@@ -191,7 +191,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             job.finish("original", made=[noted])
         with described_in(source.path):
             model = load_model(source, torch.float32, job.device)
-        parameters = choose(model, in_full=self._student.in_full)
+        parameters = choose(model, self._student.trains)
         if job.unit("train"):
             recompute_in_evaluation(model)
             with ExitStack() as stack:

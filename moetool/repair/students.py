@@ -12,14 +12,14 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.costs.building_blocks import ModelSize, dense_size, moe_size
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Source
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.repair.costs import TrainedModel, activation_bytes
-from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions
+from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions, Trained
 from moetool.repair.routing import RoutingTarget, routing_target
 from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
@@ -102,8 +102,9 @@ class Student(ABC):
 
     @property
     @abstractmethod
-    def in_full(self) -> bool:
-        """Whether attention is trained, and matrices that are stored as numbers. `--train` decides, or the kind."""
+    def trains(self) -> Trained:
+        """What is trained: with `all` attention and matrices that are stored as numbers, too. `--train` decides, or
+        the kind."""
 
     @property
     @abstractmethod
@@ -150,13 +151,15 @@ class MoEStudent(Student):
         return moe_size(self._teacher.experts)
 
     @cached_property
-    def in_full(self) -> bool:
-        """By default where experts are stored in full, unless in another tool's format, which would not stay in it."""
+    def trains(self) -> Trained:
+        """By default all where experts are stored in full, unless in another tool's format, which would not stay in
+        it."""
         reader, wanted = self.source.experts, self.options.train
         if wanted != "auto":
-            return wanted == "all"
+            return wanted
         is_stored = self.source.checkpoint.stored_entry is not None
-        return not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
+        is_full = not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
+        return "all" if is_full else "small"
 
     @cached_property
     def routing(self) -> float:
@@ -178,14 +181,14 @@ class MoEStudent(Student):
 
     @property
     def trained(self) -> TrainedModel:
-        return TrainedModel.of(self.source, in_full=self.in_full)
+        return TrainedModel.of(self.source, self.trains)
 
     def activation_bytes(self, tokens: int) -> int:
         architecture = self.source.architecture
         return activation_bytes(architecture.hidden, architecture.layers, tokens)
 
     def passed(self) -> Passed:
-        plan = OutputPlan(replace(self.source, keeps_stored=not self.in_full), {}, self.options.shard_size)
+        plan = OutputPlan(replace(self.source, keeps_stored=self.trains != "all"), {}, self.options.shard_size)
         return Passed(plan, plan.read, plan.stored, plan.config(self.source.checkpoint.config))
 
 
@@ -210,13 +213,15 @@ class MoefiedStudent(Student):
         return dense_size(self._dense)
 
     @property
-    def in_full(self) -> bool:
-        """By default, too: neurons that are always skipped cost what those that are left can learn to do."""
-        return self.options.train != "small"
+    def trains(self) -> Trained:
+        """All by default: neurons that are always skipped cost what those that are left can learn to do."""
+        if self.options.train == "routers":
+            raise UsageError("--train routers: a moefied model has no routers. Use --train small or --train all.")
+        return "small" if self.options.train == "small" else "all"
 
     @property
     def trained(self) -> TrainedModel:
-        return TrainedModel.of_moefied(self.source.checkpoint, in_full=self.in_full)
+        return TrainedModel.of_moefied(self.source.checkpoint, self.trains)
 
     def activation_bytes(self, tokens: int) -> int:
         return activation_bytes(self._dense.hidden, self._dense.layers, tokens)

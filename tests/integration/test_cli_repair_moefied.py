@@ -74,9 +74,9 @@ def test_the_plan_counts_what_is_trained(family: str, dense: Any, moefy: Any) ->
     from moetool.runtime.loading import load_model
 
     checkpoint = Checkpoint.open(moefy(dense(family), "--experts", 8, "--keep", 0.5).path)
-    for in_full in (False, True):
-        parameters = choose(load_model(checkpoint, torch.float32), in_full=in_full)
-        planned = TrainedModel.of_moefied(checkpoint, in_full=in_full).trained
+    for trains in ("small", "all"):
+        parameters = choose(load_model(checkpoint, torch.float32), trains)
+        planned = TrainedModel.of_moefied(checkpoint, trains).trained
         assert sum(parameter.numel() for parameter in parameters.values()) == planned
 
 
@@ -126,6 +126,9 @@ def test_options_and_models_that_make_no_sense_are_refused(dense: Any, moefy: An
     result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--routing", 3)
     assert result.code == 2
     assert "--routing: a moefied model has no routers" in result.stderr
+    result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--train", "routers")
+    assert result.code == 2
+    assert "--train routers: a moefied model has no routers" in result.stderr
     result = repaired(moefy(original, "--experts", 8, "--keep", 1).path, original)
     assert result.code == 3
     assert "computes all 8 experts (keep 1), so that nothing is to be learnt back" in result.stderr
