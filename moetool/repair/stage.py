@@ -127,8 +127,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
-        assert isinstance(self.source, Source), "moefied models are not compressed before"
-        first, second, _ = self._needed(TrainedModel.most(self.source, nbytes, share))
+        first, second, _ = self._needed(self._student.most(nbytes, share))
         return first, max(first, second)
 
     def phases(self, nbytes: int) -> Phases:

@@ -16,7 +16,7 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.job.blueprint import layer_of
-from moetool.job.job import Source
+from moetool.job.job import Input, Source
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.repair.costs import TrainedModel, activation_bytes
 from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions, Trained
@@ -37,11 +37,7 @@ class MoefiedSource:
         tensors of other shapes than the config has."""
         spec = custom_module(checkpoint.config)
         assert isinstance(spec, MoefiedSpec)
-        if is_encoder(checkpoint.config):
-            raise InvalidInputError(
-                f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of "
-                "the next token."
-            )
+        _refuse_encoder(checkpoint)
         if spec.at_work == spec.experts:
             raise InvalidInputError(
                 f"{checkpoint.path} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to be "
@@ -65,6 +61,23 @@ def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
     if isinstance(custom_module(checkpoint.config), MoefiedSpec):
         return MoefiedSource.of(checkpoint)
     return Source.of(checkpoint)
+
+
+def source_before(source: Input) -> RepairedSource:
+    """What a repair is planned on, beside its own original, before anything is made of a model: the model itself.
+    Raises `InvalidInputError` for an encoder."""
+    if isinstance(source, Source):
+        return source
+    _refuse_encoder(source.checkpoint)
+    return MoefiedSource(source.checkpoint)
+
+
+def _refuse_encoder(checkpoint: Checkpoint) -> None:
+    if is_encoder(checkpoint.config):
+        raise InvalidInputError(
+            f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of the "
+            "next token."
+        )
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,11 @@ class Student(ABC):
         """Sizes of what is trained."""
 
     @abstractmethod
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
+        files, with a `share` of the experts' bytes in numbers of floating point."""
+
+    @abstractmethod
     def activation_bytes(self, tokens: int) -> int:
         """Bytes of what is kept of a batch of so many tokens on its way through all layers and back."""
 
@@ -183,6 +201,9 @@ class MoEStudent(Student):
     def trained(self) -> TrainedModel:
         return TrainedModel.of(self.source, self.trains)
 
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        return TrainedModel.most(self.source, nbytes, share)
+
     def activation_bytes(self, tokens: int) -> int:
         architecture = self.source.architecture
         return activation_bytes(architecture.hidden, architecture.layers, tokens)
@@ -222,6 +243,10 @@ class MoefiedStudent(Student):
     @property
     def trained(self) -> TrainedModel:
         return TrainedModel.of_moefied(self.source.checkpoint, self.trains)
+
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """A moefied model has the matrices of the dense one, and what selects neurons beside them."""
+        return replace(self.trained, loaded=nbytes * torch.float32.itemsize // self.source.dtype.itemsize)
 
     def activation_bytes(self, tokens: int) -> int:
         return activation_bytes(self._dense.hidden, self._dense.layers, tokens)
