@@ -8,16 +8,19 @@ from moetool.errors import InvalidInputError, MoetoolError
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that silences transformers' progress bars and its log below errors."""
+    """Context manager that silences transformers' progress bars and its log below errors. Within another it does
+    nothing: a change of level makes Python go through all loggers."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    if level < logging.ERROR:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        if level < logging.ERROR:
+            logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

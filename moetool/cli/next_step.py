@@ -14,6 +14,7 @@ from moetool.checkpoint.names import has_vocabulary
 from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
+from moetool.repair.results import RepairResult
 from moetool.stages import stages
 
 PROMPT = "The first thing to do is"
@@ -45,6 +46,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line("tune", made, _new(made, "tuned"), "--data", text)
     if not trains or _lacks_tokenizer(made) or not _fits(_RUNNING * size):
         return line("report", made)
+    if command == "moefy" and getattr(options, "keep", 0) < 1 and not isinstance(result.details, RepairResult):
+        return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
         return f"{seen}    # what it was calibrated on: it loses more on other text"

@@ -42,6 +42,7 @@ from moetool.job.workspace import (
     noted_conditions,
 )
 from moetool.job.writing import original_bytes, original_size
+from moetool.quiet import quiet
 from moetool.runtime.building import check_sizes
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
@@ -170,7 +171,7 @@ def run_stage(
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     return_freed_memory()
     keep_few_programs()
-    with joined(has_trainer=kind.has_trainer) as ranks:
+    with joined(has_trainer=kind.has_trainer) as ranks, quiet():
         if ranks.is_first or kind.has_trainer:
             return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input)
         return _follow(kind, source, output, options, ranks)

@@ -1,6 +1,6 @@
-"""A compression and its repair, one job after the other: `compress --repair STEPS`.
+"""A stage and the repair of what it made, one job after the other: `compress --repair STEPS`, and the same of `moefy`.
 
-The compressed model lies beside the output, as `OUTPUT-compressed`, until the repaired one is whole. Each of the two
+What the stage made lies beside the output, as `OUTPUT-unrepaired`, until the repaired model is whole. Each of the two
 jobs keeps a journal of its own, so that `--resume` goes on in whichever was stopped, and the result has the bytes that
 the two commands give.
 """
@@ -30,8 +30,9 @@ from moetool.job.workspace import is_finished
 from moetool.repair.options import RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.stage import Repair
+from moetool.repair.students import source_before
 
-_BETWEEN = "-compressed"
+_BETWEEN = "-unrepaired"
 _WHOLE = (
     "That is of --repair: the original predicts, whole and in float32. Of what is noted meanwhile, fewer or shorter "
     "windows (--samples, --sequence-length) make less."
@@ -39,31 +40,31 @@ _WHOLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedResult(RepairResult):
-    """Result of `compress --repair`: that of the repair, and that of the compression.
+class RepairedResult(RepairResult):
+    """Result of `--repair`: that of the repair, and that of the stage before it.
 
     Attributes:
-        compression: as `compress` alone tells it.
+        before_repair: what the command without `--repair` tells.
     """
 
-    compression: Result
+    before_repair: Result
 
 
-def compressed_path(output: str | Path) -> Path:
-    """Path at which the compressed model waits until the repaired one is whole: `OUTPUT-compressed`."""
+def unrepaired_path(output: str | Path) -> Path:
+    """Path at which the stage's model waits until the repaired one is whole: `OUTPUT-unrepaired`."""
     directory = output_directory(output)
     return directory.with_name(directory.name + _BETWEEN)
 
 
 def repair_options(source: str | Path, options: RunOptions, steps: int) -> RepairOptions:
-    """The options of the repair: text and machine of the compression, and the repair's own defaults."""
+    """The options of the repair: text and machine of the stage before it, and the repair's own defaults."""
     shared = (set(TextOptions.model_fields) | set(RunOptions.model_fields)) - {"compute_dtype"}
     given = {name: getattr(options, name) for name in shared & options.model_fields_set}
     return RepairOptions(to=str(source), steps=steps, **given)
 
 
 def plan_repaired(kind: type[AnyStage], source: str | Path, options: RunOptions, steps: int) -> Plan:
-    """Plan a compression and its repair from the headers of the model."""
+    """Plan a stage and the repair of what it makes, from the headers of the model."""
     return _joined(plan_stage(kind, source, options), kind, source, options, steps)
 
 
@@ -79,7 +80,7 @@ def dry_run_repaired(
 ) -> tuple[Plan, None]:
     """Plan as `plan_repaired`, after the checks of `job.execute.dry_run`; never in bfloat16, where a repair computes
     nothing."""
-    directory, between = output_directory(output), compressed_path(output)
+    directory, between = output_directory(output), unrepaired_path(output)
     _check_place(output, between, resume=resume, overwrite=overwrite)
     if resume and is_finished(directory) and not between.exists():
         _made_so(kind, source, directory, options, steps)
@@ -101,10 +102,10 @@ def run_repaired(
     progress: Progress = SILENT,
     same_input: bool = False,
 ) -> Result:
-    """Run a compression and then its repair.
+    """Run a stage, and then the repair of what it made.
 
     Args:
-        kind: the stage that compresses.
+        kind: the stage, which compresses or moefies.
         source: the model, a directory or hub id, which is the original of the repair, too.
         output: a directory that does not exist or is empty.
         options: of the stage.
@@ -118,16 +119,14 @@ def run_repaired(
         MoetoolError: as `job.execute.run_stage`.
     """
     if processes() > 1:
-        raise UsageError(
-            f"--repair runs in one process; this is one of {processes()}. Compress without it, and repair then."
-        )
-    directory, between = output_directory(output), compressed_path(output)
+        raise UsageError(f"--repair runs in one process; this is one of {processes()}. Leave it out, and repair then.")
+    directory, between = output_directory(output), unrepaired_path(output)
     _check_place(output, between, resume=resume, overwrite=overwrite)
     if resume and is_finished(directory) and not between.exists():
         return _finished(kind, source, directory, options, steps)
     if not between.exists():
         _check_resources(plan_repaired(kind, source, options, steps), directory, options)
-    compression = run_stage(
+    first = run_stage(
         kind,
         source,
         between,
@@ -150,22 +149,22 @@ def run_repaired(
     shutil.rmtree(between)
     details = repaired.details
     if isinstance(details, RepairResult):
-        details = CompressedResult(**vars(details), compression=compression)
+        details = RepairedResult(**vars(details), before_repair=first)
     return replace(
         repaired,
         stage=kind.name,
         input=str(source),
-        sizes=compression.sizes,
-        seconds=round(compression.seconds + repaired.seconds, 2),
-        peak_memory_bytes=max(compression.peak_memory_bytes, repaired.peak_memory_bytes),
-        scratch_bytes=max(compression.scratch_bytes or 0, repaired.scratch_bytes or 0),
-        phases=[*compression.phases, *repaired.phases],
+        sizes=first.sizes,
+        seconds=round(first.seconds + repaired.seconds, 2),
+        peak_memory_bytes=max(first.peak_memory_bytes, repaired.peak_memory_bytes),
+        scratch_bytes=max(first.scratch_bytes or 0, repaired.scratch_bytes or 0),
+        phases=[*first.phases, *repaired.phases],
         details=details,
     )
 
 
 def _check_place(output: str | Path, between: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse an output that the repair would refuse when the compression is done."""
+    """Refuse an output that the repair would refuse when the stage is done."""
     directory = output_directory(output)
     begun = directory.exists() and any(directory.iterdir())
     if begun and not resume and not overwrite:
@@ -187,16 +186,17 @@ def _check_resources(plan: Plan, output: Path, options: RunOptions) -> None:
 def _made_so(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Sizes:
     """Sizes of what a run had finished before. Raises `UsageError` where that was made otherwise."""
     manifest = read_manifest(directory)
-    opened = Source.open(source)
-    stage = kind(kind.opened(opened.checkpoint), options)
-    wanted = chosen_options(stage.options, stage.recipe(), opened.checkpoint.settings)
+    opened = kind.opened(Checkpoint.open(source))
+    stage, before = kind(opened, options), opened.checkpoint
+    wanted = chosen_options(stage.options, stage.recipe(), before.settings)
     made = [(origin.stage, origin.source_fingerprint, origin.chosen) for origin in manifest.origins[1:2]]
-    if made != [(kind.name, opened.checkpoint.fingerprint(), wanted)] or manifest.recipe.get("steps") != steps:
+    if made != [(kind.name, before.fingerprint(), wanted)] or manifest.recipe.get("steps") != steps:
         raise UsageError(
             f"{directory} is finished, and was made with other settings or from another input. "
             "--overwrite makes it again with these."
         )
-    return stage.sizes(opened, Checkpoint.open(directory).weight_bytes)
+    written = Checkpoint.open(directory).weight_bytes
+    return stage.sizes(opened, written) if isinstance(opened, Source) else Sizes(before.weight_bytes, written)
 
 
 def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:
@@ -219,10 +219,10 @@ def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options
 
 def _joined(plan: Plan, kind: type[AnyStage], source: str | Path, options: RunOptions, steps: int) -> Plan:
     """The plan of both jobs. The memory of the training depends on what is stored as numbers, which is told at most:
-    only the memory of the original, which is certain, is reason to refuse both before the compression."""
-    opened = Source.of(open_for_planning(source))
-    stage = kind(kind.opened(opened.checkpoint), options)
-    repair = Repair(opened, repair_options(source, options, steps))
+    only the memory of the original, which is certain, is reason to refuse both before the first."""
+    opened = kind.opened(open_for_planning(source))
+    stage = kind(opened, options)
+    repair = Repair(source_before(opened), repair_options(source, options, steps))
     least, most = repair.memory_before(plan.output_bytes, stage.share_in_numbers)
     phases: dict[str, Phase] = {}
     for phase in (*plan.phases, *repair.phases(plan.output_bytes)):

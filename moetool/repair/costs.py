@@ -15,7 +15,7 @@ from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.format.kinds.moefied import is_selector
 from moetool.job.job import Source
-from moetool.repair.options import RepairOptions
+from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
 from moetool.runtime.loading import loading_memory
 
@@ -29,10 +29,10 @@ _KEPT, _KEPT_WHOLE = 60, 40
 TRAINED_BYTES = 32
 
 
-def trained_numbers(source: Source, *, in_full: bool) -> int:
-    """Numbers of a model that can change, those that `training.choose` takes: its vectors (norms, biases), its routers,
-    and what its compressed matrices are made of beside codes; if experts in full change, too, all but embeddings and
-    head."""
+def trained_numbers(source: Source, trains: Trained) -> int:
+    """Numbers of a model that can change, those that `training.choose` takes: its routers; with `small` also its
+    vectors (norms, biases) and what its compressed matrices are made of beside codes; with `all`, all but embeddings
+    and head."""
     architecture, reader = source.architecture, source.experts
     whole = {
         architecture.weight_name(layer, expert, role)
@@ -50,8 +50,8 @@ def trained_numbers(source: Source, *, in_full: bool) -> int:
     def changes(name: str, shape: Sequence[int]) -> bool:
         if len(shape) > 1 and math.prod(shape) == 1:
             return False  # a placeholder
-        if in_full:
-            return name not in ends
+        if trains != "small":
+            return name not in ends if trains == "all" else name.startswith(routers)
         return name in made or name in beside or len(shape) == 1 or name.startswith(routers)
 
     return sum(
@@ -95,21 +95,21 @@ class TrainedModel:
     decoded: int
 
     @classmethod
-    def of(cls, source: Source, *, in_full: bool) -> Self:
+    def of(cls, source: Source, trains: Trained) -> Self:
         """The sizes of a compressed model, from its headers."""
         loaded = loading_memory(source.checkpoint, torch.float32).needed
-        return cls(loaded, trained_numbers(source, in_full=in_full), decoded_size(source))
+        return cls(loaded, trained_numbers(source, trains), decoded_size(source))
 
     @classmethod
-    def of_moefied(cls, checkpoint: Checkpoint, *, in_full: bool) -> Self:
+    def of_moefied(cls, checkpoint: Checkpoint, trains: Trained) -> Self:
         """The sizes of a moefied model, from its headers: vectors (norms, biases, neurons' representative values) can
-        change, and in full all matrices but embeddings, head and selectors."""
+        change, and with `all` the matrices but embeddings, head and selectors."""
         vocabulary = whole_number(checkpoint.settings, "vocab_size")
 
         def changes(name: str, shape: Sequence[int]) -> bool:
             if math.prod(shape) == 1:
                 return False  # a placeholder
-            return len(shape) == 1 or (in_full and shape[0] != vocabulary and not is_selector(name))
+            return len(shape) == 1 or (trains == "all" and shape[0] != vocabulary and not is_selector(name))
 
         trained = sum(
             math.prod(info.shape)
@@ -126,7 +126,7 @@ class TrainedModel:
         experts = max(0, nbytes - source.bytes_beside_experts)
         decoded = 4 * len(reader.moe_layers) * reader.shape.expert_parameters * (reader.shape.experts + 1)
         in_full = share == 1.0  # attention, too, of what may have experts in full
-        beside = trained_numbers(source, in_full=in_full)
+        beside = trained_numbers(source, "all" if in_full else "small")
         if in_full:
             beside -= sum(math.prod(source.checkpoint.info(name).shape) for name in reader.names)
         return cls(nbytes * 4 // item, round(share * experts / item) + beside, decoded)

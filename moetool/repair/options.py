@@ -6,9 +6,12 @@ from pydantic import Field
 
 from moetool.job.options import RunOptions, TextOptions
 
+Trained = Literal["routers", "small", "all"]
 # By default: rates of the small tensors and of all, and weights of the routers' divergence. With all experts it so
 # comes to two or three times that of predictions; where fewer are left it tells less.
 RATE, RATE_IN_FULL = 0.002, 0.003
+# Up to so many layers. Adam moves all by as much, and what they change adds up: in more layers each moves by less.
+RATE_LAYERS = 8
 ROUTING, ROUTING_OF_FEWER = 80.0, 20.0
 
 
@@ -16,11 +19,11 @@ class RepairOptions(RunOptions, TextOptions):
     """Options of repair: towards which model, on which text, for how many steps and at which rate."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
-    train: Literal["auto", "small", "all"] = Field(
+    train: Literal["auto", "routers", "small", "all"] = Field(
         "auto",
-        description="What changes. small: norms, biases, routers, scales, factors, bases, and values in place of "
-        "skipped neurons. all: these, attention and experts that are stored in full. auto: all where there are such "
-        "experts, as after reap or in a moefied model.",
+        description="What changes. routers: these alone, as in Router KD. small: norms, biases, routers, scales, "
+        "factors, bases, and values in place of skipped neurons. all: these, attention and experts that are stored in "
+        "full. auto: all where there are such experts, as after reap or in a moefied model; else small.",
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")
@@ -28,7 +31,8 @@ class RepairOptions(RunOptions, TextOptions):
         None,
         gt=0,
         description="Peak of the schedule, relative to the root mean square of each trained tensor "
-        f"[default: {RATE:g}; {RATE_IN_FULL:g} where experts in full are trained].",
+        f"[default: {RATE:g}; {RATE_IN_FULL:g} where experts in full are trained; in models of more than {RATE_LAYERS} "
+        f"layers {RATE_LAYERS} / layers times that].",
     )
     routing: float | None = Field(
         None,

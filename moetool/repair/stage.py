@@ -39,7 +39,7 @@ from moetool.repair.costs import (
     noted_bytes,
     repair_phases,
 )
-from moetool.repair.options import RATE, RATE_IN_FULL, RepairOptions
+from moetool.repair.options import RATE, RATE_IN_FULL, RATE_LAYERS, RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.students import MoefiedSource, RepairedSource, Student, repaired_source, student_of
 from moetool.repair.texts import Texts, draw_texts
@@ -105,7 +105,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _rate(self) -> float:
-        return self.options.learning_rate or (RATE_IN_FULL if self._student.in_full else RATE)
+        default = RATE_IN_FULL if self._student.trains == "all" else RATE
+        default *= RATE_LAYERS / max(RATE_LAYERS, self._student.size.layers)
+        return self.options.learning_rate or float(f"{default:.2g}")
 
     @cached_property
     def _memory(self) -> tuple[int, int, bool]:
@@ -125,8 +127,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
-        assert isinstance(self.source, Source), "moefied models are not compressed before"
-        first, second, _ = self._needed(TrainedModel.most(self.source, nbytes, share))
+        first, second, _ = self._needed(self._student.most(nbytes, share))
         return first, max(first, second)
 
     def phases(self, nbytes: int) -> Phases:
@@ -189,7 +190,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             job.finish("original", made=[noted])
         with described_in(source.path):
             model = load_model(source, torch.float32, job.device)
-        parameters = choose(model, in_full=self._student.in_full)
+        parameters = choose(model, self._student.trains)
         if job.unit("train"):
             recompute_in_evaluation(model)
             with ExitStack() as stack:

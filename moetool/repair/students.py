@@ -12,14 +12,14 @@ from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
 from moetool.costs.building_blocks import ModelSize, dense_size, moe_size
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.job.blueprint import layer_of
-from moetool.job.job import Source
+from moetool.job.job import Input, Source
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.repair.costs import TrainedModel, activation_bytes
-from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions
+from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions, Trained
 from moetool.repair.routing import RoutingTarget, routing_target
 from moetool.runtime.building import check_sizes, recomputes
 from moetool.runtime.dense import DenseModel
@@ -37,11 +37,7 @@ class MoefiedSource:
         tensors of other shapes than the config has."""
         spec = custom_module(checkpoint.config)
         assert isinstance(spec, MoefiedSpec)
-        if is_encoder(checkpoint.config):
-            raise InvalidInputError(
-                f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of "
-                "the next token."
-            )
+        _refuse_encoder(checkpoint)
         if spec.at_work == spec.experts:
             raise InvalidInputError(
                 f"{checkpoint.path} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to be "
@@ -65,6 +61,23 @@ def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
     if isinstance(custom_module(checkpoint.config), MoefiedSpec):
         return MoefiedSource.of(checkpoint)
     return Source.of(checkpoint)
+
+
+def source_before(source: Input) -> RepairedSource:
+    """What a repair is planned on, beside its own original, before anything is made of a model: the model itself.
+    Raises `InvalidInputError` for an encoder."""
+    if isinstance(source, Source):
+        return source
+    _refuse_encoder(source.checkpoint)
+    return MoefiedSource(source.checkpoint)
+
+
+def _refuse_encoder(checkpoint: Checkpoint) -> None:
+    if is_encoder(checkpoint.config):
+        raise InvalidInputError(
+            f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of the "
+            "next token."
+        )
 
 
 @dataclass(frozen=True)
@@ -102,8 +115,9 @@ class Student(ABC):
 
     @property
     @abstractmethod
-    def in_full(self) -> bool:
-        """Whether attention is trained, and matrices that are stored as numbers. `--train` decides, or the kind."""
+    def trains(self) -> Trained:
+        """What is trained: with `all` attention and matrices that are stored as numbers, too. `--train` decides, or
+        the kind."""
 
     @property
     @abstractmethod
@@ -124,6 +138,11 @@ class Student(ABC):
     @abstractmethod
     def trained(self) -> TrainedModel:
         """Sizes of what is trained."""
+
+    @abstractmethod
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
+        files, with a `share` of the experts' bytes in numbers of floating point."""
 
     @abstractmethod
     def activation_bytes(self, tokens: int) -> int:
@@ -150,13 +169,15 @@ class MoEStudent(Student):
         return moe_size(self._teacher.experts)
 
     @cached_property
-    def in_full(self) -> bool:
-        """By default where experts are stored in full, unless in another tool's format, which would not stay in it."""
+    def trains(self) -> Trained:
+        """By default all where experts are stored in full, unless in another tool's format, which would not stay in
+        it."""
         reader, wanted = self.source.experts, self.options.train
         if wanted != "auto":
-            return wanted == "all"
+            return wanted
         is_stored = self.source.checkpoint.stored_entry is not None
-        return not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
+        is_full = not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
+        return "all" if is_full else "small"
 
     @cached_property
     def routing(self) -> float:
@@ -178,14 +199,17 @@ class MoEStudent(Student):
 
     @property
     def trained(self) -> TrainedModel:
-        return TrainedModel.of(self.source, in_full=self.in_full)
+        return TrainedModel.of(self.source, self.trains)
+
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        return TrainedModel.most(self.source, nbytes, share)
 
     def activation_bytes(self, tokens: int) -> int:
         architecture = self.source.architecture
         return activation_bytes(architecture.hidden, architecture.layers, tokens)
 
     def passed(self) -> Passed:
-        plan = OutputPlan(replace(self.source, keeps_stored=not self.in_full), {}, self.options.shard_size)
+        plan = OutputPlan(replace(self.source, keeps_stored=self.trains != "all"), {}, self.options.shard_size)
         return Passed(plan, plan.read, plan.stored, plan.config(self.source.checkpoint.config))
 
 
@@ -210,13 +234,19 @@ class MoefiedStudent(Student):
         return dense_size(self._dense)
 
     @property
-    def in_full(self) -> bool:
-        """By default, too: neurons that are always skipped cost what those that are left can learn to do."""
-        return self.options.train != "small"
+    def trains(self) -> Trained:
+        """All by default: neurons that are always skipped cost what those that are left can learn to do."""
+        if self.options.train == "routers":
+            raise UsageError("--train routers: a moefied model has no routers. Use --train small or --train all.")
+        return "small" if self.options.train == "small" else "all"
 
     @property
     def trained(self) -> TrainedModel:
-        return TrainedModel.of_moefied(self.source.checkpoint, in_full=self.in_full)
+        return TrainedModel.of_moefied(self.source.checkpoint, self.trains)
+
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """A moefied model has the matrices of the dense one, and what selects neurons beside them."""
+        return replace(self.trained, loaded=nbytes * torch.float32.itemsize // self.source.dtype.itemsize)
 
     def activation_bytes(self, tokens: int) -> int:
         again = recomputes(self.source.checkpoint)

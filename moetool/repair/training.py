@@ -9,7 +9,7 @@ are kept, among those that lose no more than the input on any kind of text.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
-from moetool.repair.options import RepairOptions
+from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
 from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
@@ -258,10 +258,10 @@ def recompute_in_evaluation(model: "PreTrainedModel") -> None:
             module.training = True  # its own, not that of the modules in it
 
 
-def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, Tensor]:
-    """Let only what costs no byte require gradients: norms, biases, routers, scales of codes, low-rank factors, shared
-    bases and representative values of neurons; `in_full` also attention and experts that are stored in full.
-    Embeddings, head and networks that select neurons never do.
+def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
+    """Let only what costs no byte require gradients: routers; with `small` also norms, biases, scales of codes,
+    low-rank factors, shared bases and representative values of neurons; with `all` attention and experts that are
+    stored in full, too. Embeddings, head and networks that select neurons never do.
 
     Returns:
         The trained parameters and buffers by their names in memory.
@@ -269,26 +269,29 @@ def choose(model: "PreTrainedModel", *, in_full: bool) -> dict[str, Tensor]:
     Raises:
         UsageError: the model has none.
     """
-    modules: list[nn.Module] = [*Routers(model).modules]
-    modules += [module.stored for _, module in quantized_modules(model)]
+    chosen = _numbers_of(Routers(model).modules)
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
-    chosen = {id(parameter) for module in modules for parameter in module.parameters()}
-    for module in model.modules():
-        if isinstance(module, SharedBaseExperts):
-            chosen |= {id(parameter) for parameter in (*module.moetool.parameters(), *module.base_parameters())}
     model.requires_grad_(False)
-    found: dict[str, Tensor] = {
-        f"{name}.{CENTRE}": module.centre.requires_grad_(True)
-        for name, module in model.named_modules()
-        if isinstance(module, NeuronExperts)
-    }
+    found = dict[str, Tensor]()
+    if trains != "routers":
+        chosen |= _numbers_of(module.stored for _, module in quantized_modules(model))
+        for name, module in model.named_modules():
+            if isinstance(module, SharedBaseExperts):
+                chosen |= {id(parameter) for parameter in (*module.moetool.parameters(), *module.base_parameters())}
+            elif isinstance(module, NeuronExperts):
+                found[f"{name}.{CENTRE}"] = module.centre.requires_grad_(True)
     for name, parameter in model.named_parameters():
         if is_placeholder(parameter) or not parameter.is_floating_point() or is_selector(name):
             continue
-        whole = in_full and not any(parameter is end for end in ends)
-        if id(parameter) in chosen or parameter.dim() == 1 or whole:
+        vector = trains != "routers" and parameter.dim() == 1
+        whole = trains == "all" and not any(parameter is end for end in ends)
+        if id(parameter) in chosen or vector or whole:
             parameter.requires_grad_(True)
             found[name] = parameter
     if not found:
         raise UsageError("This model has no norms, routers, scales or factors that could be trained.")
     return found
+
+
+def _numbers_of(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}

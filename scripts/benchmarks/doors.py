@@ -28,7 +28,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.job.execute import run_stage
 from moetool.stages import stages
 
-BITS = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M"}  # of the experts, about, and llama.cpp's mixture
+MIXTURES = ("Q2_K", "Q3_K_M", "Q4_K_M")  # of llama.cpp, which say how many bits most experts get
 GROUP = 64  # of compressed-tensors
 PROMPT, NEW = 256, 48
 
@@ -118,7 +118,7 @@ class Timed(Doors):
 def main() -> None:
     parser = parser_of(__doc__, windows=24)
     parser.add_argument("--name", help="of the model, in the table")
-    parser.add_argument("--bits", nargs="+", type=int, default=list(BITS), choices=list(BITS))
+    parser.add_argument("--mixtures", nargs="+", default=MIXTURES, help="of llama.cpp, whose bytes all others get")
     parser.add_argument("--no-packed", action="store_true", help="leave out compressed-tensors")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -139,11 +139,12 @@ def main() -> None:
 
     row("original, transformers", lambda: doors.checkpoint(options.model, 0, time.monotonic()))
     row("F16, llama.cpp", doors.whole)
-    for bits in options.bits:
-        theirs = row(f"{BITS[bits]} by llama.cpp, importance", partial(doors.theirs, BITS[bits], told=True))
-        row(f"`export --format gguf --size`, as many bytes as {BITS[bits]}", partial(doors.sized, theirs["bytes"]))
-        row(f"own format, as many bytes as {BITS[bits]}", partial(doors.own, theirs["bytes"]))
+    for mixture in options.mixtures:
+        theirs = row(f"{mixture} by llama.cpp, importance", partial(doors.theirs, mixture, told=True))
+        row(f"`export --format gguf --size`, as many bytes as {mixture}", partial(doors.sized, theirs["bytes"]))
+        row(f"own format, as many bytes as {mixture}", partial(doors.own, theirs["bytes"]))
         if not options.no_packed:
+            bits = int(next(filter(str.isdigit, mixture)))
             row(f"compressed-tensors, {bits} bits", partial(doors.packed, bits))
     command = "python scripts/benchmarks/doors.py MODEL --calibration VALID --tests home=TEST perldoc=PERL --work DIR"
     publish([made_by(command), "", f"## {options.name or options.model.name}", "", *lines], options.output)

@@ -37,12 +37,12 @@ def test_it_gives_what_the_two_commands_give(
     result = run_cli(*words(method, tmp_path / "out", "--repair", 3, "--json"))
     assert result.code == 0, result.stderr
     told = result.json
-    assert told["stage"] == told["compression"]["stage"] == method
-    assert told["bytes_after"] == told["compression"]["bytes_after"] < told["bytes_before"]
+    assert told["stage"] == told["before_repair"]["stage"] == method
+    assert told["bytes_after"] == told["before_repair"]["bytes_after"] < told["bytes_before"]
     assert told["trained_parameters"] > 0
     assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
     assert {phase["name"] for phase in told["phases"]} >= {"Original", "Repair"}
-    assert not (tmp_path / "out-compressed").exists()
+    assert not (tmp_path / "out-unrepaired").exists()
     assert f"after {method}, then repair" in (tmp_path / "out" / "README.md").read_text()
 
     assert run_cli(*words(method, tmp_path / "small")).code == 0
@@ -63,7 +63,7 @@ def test_killed_in_the_repair_it_goes_on_there(
     with monkeypatch.context() as patch:
         patch.setattr("moetool.repair.stage.write_checkpoint", fail)
         assert run_cli(*words("quantize", cut, "--repair", 2)).code == 130
-    assert (tmp_path / "cut-compressed").exists()
+    assert (tmp_path / "cut-unrepaired").exists()
     other = run_cli(*words("quantize", cut, "--repair", 3, "--resume", "--dry-run"))
     assert other.code == 2
     assert "was started with other settings" in other.stderr
@@ -74,7 +74,7 @@ def test_killed_in_the_repair_it_goes_on_there(
         result = run_cli(*words("quantize", cut, "--repair", 2, "--resume"))
     assert result.code == 0, result.stderr
     assert equal(whole, cut)
-    assert not (tmp_path / "cut-compressed").exists()
+    assert not (tmp_path / "cut-unrepaired").exists()
     again = run_cli(*words("quantize", cut, "--repair", 2, "--resume", "--json"))
     assert again.code == 0, again.stderr
     assert again.json["status"] == "finished"
@@ -125,7 +125,7 @@ def test_a_place_that_is_taken_is_refused_at_once(words: Any, run_cli: Any, tmp_
     result = run_cli(*words("quantize", taken, "--repair", 2))
     assert result.code == 2
     assert "is not empty" in result.stderr
-    assert not (tmp_path / "taken-compressed").exists()
+    assert not (tmp_path / "taken-unrepaired").exists()
     result = run_cli(*words("quantize", taken, "--repair", 2, "--resume"))
     assert result.code == 2
     assert "start again" in result.stderr

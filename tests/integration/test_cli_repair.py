@@ -81,6 +81,15 @@ def test_it_comes_nearer_in_the_same_layout(
         assert divergence(logits(output, tokens), original) < divergence(logits(source, tokens), original)
 
 
+def test_routers_alone_can_be_trained(compress: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path) -> None:
+    fewer = compress(tiny_mixtral, "--method", "reap", "--experts", 3, "--calibration", tiny_text, *SHORT[:4]).path
+    output, told = repaired(fewer, "--train", "routers", "--routing", 0, "--learning-rate", 0.02, "--samples", 64)
+    before, after = tensors_of(fewer), tensors_of(output)
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == ({name for name in before if name.endswith("gate.weight")} if told["kept_step"] else set())
+    assert told["trained_parameters"] == sum(before[name].numel() for name in before if name.endswith("gate.weight"))
+
+
 def test_a_rate_that_is_too_high_keeps_the_input(repaired: Any, small: Path) -> None:
     output, told = repaired(small, "--steps", 8, "--learning-rate", 30, "--warmup", 0)
     assert (told["kept_step"], told["learning_rate"]) == (0, 30)

@@ -85,9 +85,9 @@ def test_the_plan_counts_what_is_trained(family: str, dense: Any, moefy: Any) ->
     from moetool.runtime.loading import load_model
 
     checkpoint = Checkpoint.open(moefy(dense(family), "--experts", 8, "--keep", 0.5).path)
-    for in_full in (False, True):
-        parameters = choose(load_model(checkpoint, torch.float32), in_full=in_full)
-        planned = TrainedModel.of_moefied(checkpoint, in_full=in_full).trained
+    for trains in ("small", "all"):
+        parameters = choose(load_model(checkpoint, torch.float32), trains)
+        planned = TrainedModel.of_moefied(checkpoint, trains).trained
         assert sum(parameter.numel() for parameter in parameters.values()) == planned
 
 
@@ -138,6 +138,9 @@ def test_options_and_models_that_make_no_sense_are_refused(dense: Any, moefy: An
     result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--routing", 3)
     assert result.code == 2
     assert "--routing: a moefied model has no routers" in result.stderr
+    result = repaired(moefy(original, "--experts", 8, "--keep", 0.5).path, original, "--train", "routers")
+    assert result.code == 2
+    assert "--train routers: a moefied model has no routers" in result.stderr
     result = repaired(moefy(original, "--experts", 8, "--keep", 1).path, original)
     assert result.code == 3
     assert "computes all 8 experts (keep 1), so that nothing is to be learnt back" in result.stderr
@@ -155,3 +158,55 @@ def test_a_dense_model_has_nothing_to_be_repaired(dense: Any, repaired: Any) -> 
     result = repaired(original, original)
     assert result.code == 3
     assert "Traceback" not in result.stderr
+
+
+def test_the_default_rate_falls_with_the_number_of_layers(
+    dense: Any, moefy: Any, repaired: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = dense("llama")
+    source = moefy(original, "--experts", 8, "--keep", 0.5).path
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    monkeypatch.setattr("moetool.repair.stage.RATE_LAYERS", 1)
+    assert repaired(source, original, "--dry-run").json["learning_rate"] == pytest.approx(0.003 / layers)
+    given = repaired(source, original, "--dry-run", "--learning-rate", 0.003)
+    assert given.json["learning_rate"] == 0.003
+
+
+@pytest.fixture
+def in_one(run_cli: Any, tiny_text: Path, tmp_path: Path) -> Any:
+    def run(original: Path, *options: object, name: str = "one") -> Any:
+        words = ("moefy", original, tmp_path / name, "--experts", 8, "--keep", 0.5, "--calibration", tiny_text)
+        return run_cli(*words, "--samples", 16, "--sequence-length", 32, "--json", *options)
+
+    return run
+
+
+def test_moefy_repairs_in_one_command(dense: Any, in_one: Any, run_cli: Any, tiny_text: Path, tmp_path: Path) -> None:
+    original = dense("llama")
+    result = in_one(original, "--repair", 3)
+    assert result.code == 0, result.stderr
+    assert result.json["stage"] == result.json["before_repair"]["stage"] == "g-moefication"
+    assert not (tmp_path / "one-unrepaired").exists()
+    again = in_one(original, "--repair", 3, "--resume")
+    assert (again.code, again.json["status"]) == (0, "finished")
+
+    assert in_one(original, name="made").code == 0
+    text = ("--calibration", tiny_text, "--samples", 16, "--sequence-length", 32)
+    made = run_cli("repair", tmp_path / "made", tmp_path / "two", "--to", original, *text, "--steps", 3)
+    assert made.code == 0, made.stderr
+    ours, theirs = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_moefy_plans_its_repair(dense: Any, moefy: Any, in_one: Any, repaired: Any, tmp_path: Path) -> None:
+    original = dense("llama")
+    plan = in_one(original, "--repair", 9, "--dry-run").json
+    assert plan["repair_steps"] == 9
+    made = moefy(original, "--experts", 8, "--keep", 0.5).path
+    known = repaired(made, original, "--samples", 16, "--held-out", 16, "--dry-run").json
+    assert plan["repair_most_memory_bytes"] == pytest.approx(known["training_memory_bytes"], rel=0.02)
+    result = in_one(dense("bert"), "--repair", 3)
+    assert result.code == 3
+    assert "is an encoder (bert): repair compares predictions of the next token" in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -41,10 +41,10 @@ def made(compress: Any, tiny_mixtral: Path, text: tuple[object, ...]) -> Any:
 @pytest.mark.parametrize("method", MADE)
 def test_headers_tell_how_many_numbers_are_trained(method: str, made: Any) -> None:
     source = Source.open(made(method))
-    for in_full in (False, True):
+    for trains in ("routers", "small", "all"):
         model = load_model(source.checkpoint, torch.float32, torch.device("cpu"))
-        trained = sum(parameter.numel() for parameter in choose(model, in_full=in_full).values())
-        assert trained_numbers(source, in_full=in_full) == trained
+        trained = sum(parameter.numel() for parameter in choose(model, trains).values())
+        assert trained_numbers(source, trains) == trained
 
 
 def drift(model: Path, original: Path, tokens: Tensor) -> float:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _WORTH = 0.75  # of the time: a faster way that is said to be there
 _REPAIR_HELP = (
-    "Then train what costs no byte towards INPUT for so many steps, as `moetool repair` does on the text of the "
-    "compression."
+    "Then train what costs no byte towards INPUT for so many steps, as `moetool repair` does on the same text."
 )
 _PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
 _SAME_INPUT_HELP = "With --resume: files of the input that were written again since hold the same."
@@ -66,7 +65,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=Annotated[str, option])
         )
     stage = stages()[own]
-    if repairs := name == "compress":
+    if repairs := name in ("compress", "moefy"):
         more.append(_REPAIR)
 
     def command(
