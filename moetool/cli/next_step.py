@@ -19,6 +19,7 @@ from moetool.stages import stages
 
 PROMPT = "The first thing to do is"
 _TRAINING = 10  # times the weight files' size: memory that training a model in 16 bits takes
+_REPAIRING = 20  # times the weight files' size: memory that training all of a model in 16 bits by copies in fp32 takes
 _RUNNING = 4  # times the weight files' size: memory that running two models in fp32 takes
 
 
@@ -46,7 +47,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line("tune", made, _new(made, "tuned"), "--data", text)
     if not trains or _lacks_tokenizer(made) or not _fits(_RUNNING * size):
         return line("report", made)
-    if command == "moefy" and getattr(options, "keep", 0) < 1 and not isinstance(result.details, RepairResult):
+    is_repaired = isinstance(result.details, RepairResult) or getattr(options, "keep", 0) == 1
+    if command == "moefy" and not is_repaired and _fits(_REPAIRING * size):
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
