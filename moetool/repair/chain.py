@@ -18,7 +18,6 @@ from moetool.job.blueprint import open_for_planning
 from moetool.job.card import chosen_options
 from moetool.job.checks import output_directory
 from moetool.job.execute import dry_run, plan_stage, run_stage
-from moetool.job.job import Source
 from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
@@ -196,7 +195,7 @@ def _made_so(kind: type[AnyStage], source: str | Path, directory: Path, options:
             "--overwrite makes it again with these."
         )
     written = Checkpoint.open(directory).weight_bytes
-    return stage.sizes(opened, written) if isinstance(opened, Source) else Sizes(before.weight_bytes, written)
+    return stage.sizes(opened, written)
 
 
 def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:

@@ -81,6 +81,18 @@ def test_it_comes_nearer_in_the_same_layout(
         assert divergence(logits(output, tokens), original) < divergence(logits(source, tokens), original)
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"), [(0.005, "held out     KL divergence from the original "), (30, "those of the input")]
+)
+def test_its_table_says_what_was_gained(
+    rate: float, said: str, run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    words = ("repair", small, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
+    result = run_cli(*words, "--steps", 8, "--learning-rate", rate)
+    assert result.code == 0, result.stderr
+    assert said in result.stdout
+
+
 def test_routers_alone_can_be_trained(compress: Any, repaired: Any, tiny_mixtral: Path, tiny_text: Path) -> None:
     fewer = compress(tiny_mixtral, "--method", "reap", "--experts", 3, "--calibration", tiny_text, *SHORT[:4]).path
     output, told = repaired(fewer, "--train", "routers", "--routing", 0, "--learning-rate", 0.02, "--samples", 64)

@@ -27,6 +27,7 @@ from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
 from moetool.reduce.results import ReducedResult
+from moetool.repair.results import RepairResult
 
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
@@ -237,12 +238,24 @@ def _loaded(loaded: LoadedLayer, stage: str) -> str:
     return f"layer {loaded.layer} in transformers computes what the files say, within {error:.1e}"
 
 
+def _repaired(told: RepairResult) -> list[tuple[str, str]]:
+    if told.kept_step == 0:
+        said = "Training made no held-out text better without harm to another: the weights are those of the input."
+        return [("note", said)]
+    changes = [
+        f"{1000 * before:.4g} → {1000 * told.kl_after[name]:.4g} on {name}" for name, before in told.kl_before.items()
+    ]
+    return [("held out", f"KL divergence from the original {', '.join(changes)}, in millinats (step {told.kept_step})")]
+
+
 def _print_result(result: Result) -> None:
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
         fields.append(("size", _size(sizes)))
     if isinstance(result.details, ConversionResult):
         fields += _conversion(result.details)
+    if isinstance(result.details, RepairResult):
+        fields += _repaired(result.details)
     if isinstance(result.details, RankedResult | ReducedResult | MixedResult):
         fields += [("note", note) for note in result.details.notes]
     if result.status == "finished":
