@@ -74,6 +74,7 @@ SMALL = {"Mixtral-8x7B": Size(512, 1792, 8, 2), "Qwen3-30B-A3B": Size(512, 256, 
 FORMS: dict[str, tuple[str, dict[str, int]]] = {
     "ders 8 bits": ("dense", {"quantised:8:128": 8}),
     "ders 4 bits": ("dense", {"quantised:4:128": 8}),
+    "quantize 4 bits": ("low-rank:0", {"quantised:4:128": 8}),  # to no base
     "hybrid 60 %": ("quantised-weight:2:128", {"quantised:8:128": 4, "quantised:4:128": 4}),
     "hybrid 75 %": (
         "quantised-weight:2:128",
@@ -87,6 +88,7 @@ RANK_SHARE = 0.2  # numbers in the factors, of those in the matrix
 WANTED: dict[str, dict[int, float]] = {
     "ders 8 bits": {1: 1.4, 8: 1.0, 512: 0.8},
     "ders 4 bits": {1: 1.8, 8: 1.0, 512: 0.8},
+    "quantize 4 bits": {1: 3.5, 8: 1.0, 512: 0.8},
     "hybrid 60 %": {1: 1.8, 8: 1.0, 512: 0.8},
     "hybrid 75 %": {1: 2.0, 8: 1.0, 512: 0.8},
     "d2moe, rank share .2": {1: 1.35, 16: 1.8, 512: 1.3},
