@@ -1,11 +1,11 @@
 """Speed of a random Mixtral of .37 B parameters: transformers, moetool's own format, and llama.cpp.
 
-    python scripts/benchmarks/beside_llama_cpp.py --work DIR [--threads 2] [--rounds 5] [--output FILE.md]
+    python scripts/benchmarks/beside_llama_cpp.py --work DIR [--model DIR] [--threads 2] [--rounds 5] [--output FILE.md]
 
 Wants `llama-cpp-python`, which compiles llama.cpp from its source package, and moetool[gguf]. The weights are random:
-what a format loses is not the question here (`doors.py` has that). A prompt of 512 tokens, then 64 that follow one by
-one. All models are in memory together and take turns; the best of all rounds counts, since whatever else the machine
-does only takes time.
+what a format loses is not the question here (`doors.py` has that); `--model` names another one, in bf16. A prompt of
+512 tokens, then 64 that follow one by one. All models are in memory together and take turns; the best of all rounds
+counts, since whatever else the machine does only takes time.
 """
 
 import argparse
@@ -101,6 +101,8 @@ def in_llama_cpp(file: Path, ids: list[int], threads: int) -> Round:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="where models are written, and kept")
+    parser.add_argument("--model", type=Path, help="instead of the random one")
+    parser.add_argument("--types", nargs="+", default=TYPES, help="of llama.cpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
@@ -108,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(0)).tolist()
-    original = make_random(options.work / "original")
+    original = options.model or make_random(options.work / "original")
     plain = made(original, options.work / "bf16", "gguf", {"type": "bf16"}) / MODEL
     runs: dict[str, tuple[int, Round]] = {
         "transformers, bf16": (Checkpoint.open(original).weight_bytes, in_transformers(original, ids))
@@ -116,7 +118,7 @@ def main() -> None:
     for number, (name, (method, given)) in enumerate(OWN.items()):
         path = made(original, options.work / f"own-{number}", method, {**given, "calibration": "none"})
         runs[f"moetool, {name}"] = Checkpoint.open(path).weight_bytes, in_transformers(path, ids)
-    for number in TYPES:
+    for number in options.types:
         file = options.work / f"{number}.gguf"
         if not file.exists():
             file.write_bytes(plain.read_bytes())
