@@ -99,7 +99,10 @@ class SparsityOptions(Options):
 def refuse_compressed(source: Source) -> None:
     """Raise `UsageError` for a model whose experts a method has stored already."""
     if source.experts.layouts:
-        raise UsageError(f"{source.checkpoint.path} is already a moetool checkpoint: start from an ordinary one.")
+        raise UsageError(
+            f"{source.checkpoint.path} is already a moetool checkpoint. Compress the model that it was made of, or "
+            f"write its experts back first: moetool export {source.checkpoint.path} NEW --format dense-experts."
+        )
 
 
 def base_representations(
