@@ -47,8 +47,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line("tune", made, _new(made, "tuned"), "--data", text)
     if not trains or _lacks_tokenizer(made) or not _fits(_RUNNING * size):
         return line("report", made)
-    is_repaired = isinstance(result.details, RepairResult) or getattr(options, "keep", 0) == 1
-    if command == "moefy" and not is_repaired and _fits(_REPAIRING * size):
+    is_repaired, skips = isinstance(result.details, RepairResult), getattr(options, "keep", 0) < 1
+    if command == "moefy" and skips and not is_repaired and _fits(_REPAIRING * size):
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
         seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original

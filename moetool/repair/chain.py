@@ -194,8 +194,7 @@ def _made_so(kind: type[AnyStage], source: str | Path, directory: Path, options:
             f"{directory} is finished, and was made with other settings or from another input. "
             "--overwrite makes it again with these."
         )
-    written = Checkpoint.open(directory).weight_bytes
-    return stage.sizes(opened, written)
+    return stage.verify(directory)
 
 
 def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:

@@ -189,6 +189,8 @@ def test_moefy_repairs_in_one_command(dense: Any, in_one: Any, run_cli: Any, tin
     assert not (tmp_path / "one-unrepaired").exists()
     again = in_one(original, "--repair", 3, "--resume")
     assert (again.code, again.json["status"]) == (0, "finished")
+    told = "bytes_before", "bytes_after", "achieved_ratio"
+    assert [again.json.get(name) for name in told] == [result.json.get(name) for name in told]
 
     assert in_one(original, name="made").code == 0
     text = ("--calibration", tiny_text, "--samples", 16, "--sequence-length", 32)
