@@ -119,6 +119,16 @@ class Sweep:
         inputs = (self._inputs[start:stop] for start, stop in self._batches())
         self._write(self.hidden(0), map(self.model.embed, inputs))
 
+    def through_layers(self) -> Iterator[int]:
+        """Take the windows through the whole model, one layer in memory at a time, and yield the number of each that
+        they have passed. In the end the last boundary is on the disk."""
+        self.embed()
+        for index in range(self.model.layer_count):
+            with self.model.layer(index) as layer:
+                self.forward(index, layer)
+            self.hidden(index).path.unlink()
+            yield index
+
     @property
     def _inputs(self) -> Tensor:
         """Token ids `[windows, length]` that the model reads: an encoder's with the hidden ones masked."""
@@ -238,6 +248,14 @@ class Sweep:
                 for one in range(start, stop)
             ]
         return torch.stack(found)
+
+    @torch.no_grad()
+    def logits(self) -> Iterator[Tensor]:
+        """Yield the logits `[length, vocabulary]` of each window that this process runs, from the last boundary."""
+        source = self.hidden(self.model.layer_count)
+        for start, stop in self._batches():
+            for one in range(start, stop):
+                yield self.model.head(self.windows[one : one + 1], self._read(source, one, one + 1))[0]
 
     def backward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = ()) -> None:
         """Recompute one loaded layer with gradients and write those at its input boundary."""

@@ -96,12 +96,8 @@ def streamed_losses(
     directory.mkdir(parents=True, exist_ok=True)
     sweep = Sweep(model, windows, directory, tick, kept=kept)
     with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count):
-        sweep.embed()
-        for index in range(model.layer_count):
+        for _ in sweep.through_layers():
             job.interrupt.check()
-            with model.layer(index) as layer:
-                sweep.forward(index, layer)
-            sweep.hidden(index).path.unlink()
         losses = sweep.losses()
     sweep.hidden(model.layer_count).path.unlink()
     return losses

@@ -32,9 +32,9 @@ from moetool.repair.stage import Repair
 from moetool.repair.students import source_before
 
 _BETWEEN = "-unrepaired"
-_WHOLE = (
-    "That is of --repair: the original predicts, whole and in float32. Of what is noted meanwhile, fewer or shorter "
-    "windows (--samples, --sequence-length) make less."
+_NOTED = (
+    "That is of --repair: the original predicts, and what it says is noted. Fewer or shorter windows (--samples, "
+    "--sequence-length) make less of that."
 )
 
 
@@ -228,9 +228,9 @@ def _joined(plan: Plan, kind: type[AnyStage], source: str | Path, options: RunOp
         phases[phase.name] = phase if earlier is None else Phase(phase.name, earlier.work + phase.work)
     return replace(
         plan,
-        scratch_bytes=max(plan.scratch_bytes, plan.output_bytes + repair.noted_bytes),
+        scratch_bytes=max(plan.scratch_bytes, plan.output_bytes + repair.scratch_bytes),
         memory_bytes=max(plan.memory_bytes, least),
-        advice=plan.advice if plan.memory_bytes >= least else _WHOLE,
+        advice=plan.advice if plan.memory_bytes >= least else _NOTED,
         phases=tuple(phases.values()) if plan.phases else (),
         details={**plan.details, "repair_steps": steps, "repair_most_memory_bytes": most},
     )

@@ -7,16 +7,21 @@ from typing import Self
 
 import torch
 
+from moetool.architectures import Architecture
 from moetool.architectures.base import whole_number
+from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, writing
 from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.format.kinds.moefied import is_selector
 from moetool.job.job import Source
+from moetool.job.plan import experts_at_once
 from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
+from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import loading_memory
 
 NOTE, REPAIR = "Original", "Repair"
@@ -78,6 +83,40 @@ def decoded_size(source: Source) -> int:
     reader = source.experts
     coded = [layer for layer in reader.moe_layers if not reader.layout(layer).is_native]
     return 4 * len(coded) * reader.shape.expert_parameters * (reader.shape.experts + 1)
+
+
+@dataclass(frozen=True)
+class StreamedOriginal:
+    """The original, as it goes through the windows with one layer in memory at a time.
+
+    Attributes:
+        checkpoint, architecture: of the original.
+        memory: bytes of memory at its peak.
+        scratch: bytes on the disk of hidden states between layers.
+        experts_at_once: of a layer, in memory together; `None` if it has no experts.
+    """
+
+    checkpoint: Checkpoint
+    architecture: Architecture | DenseArchitecture
+    memory: int
+    scratch: int
+    experts_at_once: int | None = None
+
+    @classmethod
+    def of_experts(cls, source: Source, windows: int, beside: int, options: RepairOptions) -> Self:
+        """An MoE model and so many windows, with so many bytes in memory `beside` a layer."""
+        cost = CalibrationCost(windows, options.sequence_length, torch.float32.itemsize)
+        memory = cost.layer_memory(source.experts, Measuring(common=beside))
+        at_once = experts_at_once(memory, options)
+        scratch = cost.forward_scratch(source.experts, at_once)
+        return cls(source.checkpoint, source.architecture, memory.nbytes(at_once), scratch, at_once)
+
+    @classmethod
+    def of_dense(cls, dense: DenseModel, windows: int, beside: int, options: RepairOptions) -> Self:
+        """The same of a dense model."""
+        cost = CalibrationCost(windows, options.sequence_length, torch.float32.itemsize)
+        memory = cost.dense_memory_bytes(dense, runs=True, calibrated=True) + beside
+        return cls(dense.checkpoint, dense.architecture, memory, cost.forward_bytes(dense.hidden))
 
 
 @dataclass(frozen=True)

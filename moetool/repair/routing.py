@@ -4,7 +4,7 @@ Compression moves the hidden states that routers see, and a token that is sent t
 loses more than rounding does: with `hybrid` at 75 % a thirtieth of all tokens holds two thirds of the divergence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -25,16 +25,19 @@ class RoutingTarget:
     """Routing of an original that a model is to have, too.
 
     Attributes:
-        experts: of each MoE layer, in their order.
+        experts: of each MoE layer, by its number.
         rows: of the original's routers, for its experts and what else a token may be given.
     """
 
-    experts: Sequence[MadeOf]
+    experts: Mapping[int, MadeOf]
     rows: int
 
-    def is_of(self, logits: Sequence[Tensor]) -> bool:
-        """Whether these are what the original's routers say: not all families have routers that tell."""
-        return len(logits) == len(self.experts) and all(own.shape[-1] == self.rows for own in logits)
+    def logs(self, layer: int, logits: Sequence[Tensor]) -> Tensor | None:
+        """Natural logarithms of a router's probabilities `[tokens, experts]`, as `in_experts_of`, from what it said
+        batch by batch; `None` for a family whose routers do not tell."""
+        if not logits or logits[0].shape[-1] != self.rows:
+            return None
+        return in_experts_of(torch.cat(list(logits)), self.experts[layer])
 
 
 def routing_target(source: Source, original: Source) -> RoutingTarget | None:
@@ -48,16 +51,16 @@ def routing_target(source: Source, original: Source) -> RoutingTarget | None:
     if layers != original.experts.moe_layers:
         return None
     if source.architecture.routed_to[0] == rows:
-        return RoutingTarget([None] * len(layers), rows)
+        return RoutingTarget(dict.fromkeys(layers), rows)
     left, more = source.architecture.shape.experts, original.architecture.shape.experts
     # Rows of a router after those of experts are for what a token may be given beside them.
     beside = [[row] for row in range(more, rows)]
-    found: list[MadeOf] = []
+    found = dict[int, MadeOf]()
     for layer in layers:
         groups = _made_of(source.checkpoint, original.checkpoint, layer)
         if groups is None or len(groups) != left or not all(0 <= own < more for group in groups for own in group):
             return None
-        found.append([*groups, *beside])
+        found[layer] = [*groups, *beside]
     return RoutingTarget(found, rows) if left + len(beside) == source.architecture.routed_to[0] else None
 
 
@@ -83,18 +86,12 @@ def in_experts_of(logits: Tensor, experts: MadeOf) -> Tensor:
     return logs
 
 
-def routing_logs(logits: Sequence[Tensor], experts: Sequence[MadeOf], windows: int) -> Tensor:
-    """What all routers of a batch of windows say, as `in_experts_of`: `[windows, length, layers, experts]`, fp32."""
-    logs = [in_experts_of(own, groups) for own, groups in zip(logits, experts, strict=True)]
-    return torch.stack(logs, 1).unflatten(0, (windows, -1))
-
-
 def routing_divergence(logits: Sequence[Tensor], original: Tensor) -> Tensor:
     """KL divergence in nats of a model's routing from the original's, mean over all tokens and layers.
 
     Args:
         logits: of each router, in the order of layers, `[tokens, experts]`.
-        original: `[windows, length, layers, experts]`, as `routing_logs` gives them.
+        original: natural logarithms of its probabilities, `[windows, length, layers, experts]`.
     """
     ours = torch.stack([own.float().log_softmax(-1) for own in logits], 1)
     return divergence(original.flatten(0, 1), ours).mean()

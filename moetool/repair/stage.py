@@ -1,6 +1,5 @@
 """Stage that trains the small tensors of a compressed model towards the original's predictions, at no byte more."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +21,7 @@ from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
+from moetool.costs.calibration_cost import BASELINE
 from moetool.costs.phases import Phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
@@ -35,6 +35,7 @@ from moetool.job.writing import passed_on, write_checkpoint
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
+    StreamedOriginal,
     TrainedModel,
     noted_bytes,
     repair_phases,
@@ -43,15 +44,12 @@ from moetool.repair.options import RATE, RATE_IN_FULL, RATE_LAYERS, RepairOption
 from moetool.repair.results import RepairResult
 from moetool.repair.students import MoefiedSource, RepairedSource, Student, repaired_source, student_of
 from moetool.repair.texts import Texts, draw_texts
-from moetool.runtime.loading import loading_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moetool.repair.teacher import NotedPredictions
-
 _RESULT = TypeAdapter(RepairResult)
-_BASELINE = 600_000_000  # bytes of Python and its libraries
+_LOGITS = 4  # copies of a window's logits while they are noted
 # What a model and the one that it was made of have in common, whatever became of its experts.
 _SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -97,11 +95,22 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         return whole_number(self.source.checkpoint.settings, "vocab_size") or 0
 
     @property
-    def noted_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
+        """Bytes on the disk while the original predicts: of hidden states, and of its predictions."""
+        return self._teacher.scratch + self._noted_bytes
+
+    @property
+    def _noted_bytes(self) -> int:
         """Bytes of the original's predictions of all windows."""
         options = self.options
         k = min(options.top_logits, self._vocabulary)
         return noted_bytes(self._windows, options.sequence_length, k, self._student.routed)
+
+    @cached_property
+    def _teacher(self) -> StreamedOriginal:
+        """The original before all windows."""
+        logits = 4 * self.options.sequence_length * self._vocabulary
+        return self._student.teacher(self._windows, self._noted_bytes + _LOGITS * logits)
 
     @cached_property
     def _rate(self) -> float:
@@ -118,11 +127,10 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def _needed(self, model: TrainedModel) -> tuple[int, int, bool]:
         options = self.options
         logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
-        first = loading_memory(self._original, torch.float32).needed + 3 * logits + 2 * self.noted_bytes
-        second = model.loaded + 5 * logits + TRAINED_BYTES * model.trained
+        second = BASELINE + model.loaded + 5 * logits + TRAINED_BYTES * model.trained
         second += self._student.activation_bytes(options.batch_size * options.sequence_length)
-        holds = _BASELINE + second + model.decoded <= usable_bytes(options)
-        return _BASELINE + first, _BASELINE + second + model.decoded * holds, holds
+        holds = second + model.decoded <= usable_bytes(options)
+        return self._teacher.memory, second + model.decoded * holds, holds
 
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
@@ -157,6 +165,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             "learning_rate": self._rate,
         }
         if not is_moefied:
+            details["experts_at_once"] = self._teacher.experts_at_once
             details["routing"] = student.routing if student.target else 0.0
             details["codes"] = (
                 "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
@@ -165,13 +174,13 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             stage=self.name,
             input_bytes=source.weight_bytes + self._original.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=self.noted_bytes,
+            scratch_bytes=self.scratch_bytes,
             memory_bytes=max(first, second),
             phases=self.phases(source.weight_bytes),
             details=details,
-            advice=f"Original and model are in memory one after the other, each whole in float32: "
-            f"{format_bytes(first)} while {options.to} predicts, {format_bytes(second)} while the model is trained. "
-            "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less.",
+            advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
+            f"the model is trained, whole and in float32, which takes {format_bytes(second)}. A --memory in which "
+            "codes cannot be held decoded, or a smaller --batch-size, needs less.",
         )
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:
@@ -230,16 +239,24 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         return Sizes(before.weight_bytes, after.weight_bytes)
 
     def _note(self, job: Job[RepairedSource], file: Path, texts: Texts) -> None:
-        """Let the original predict all windows, and note what it says; it is gone afterwards."""
-        from moetool.repair.teacher import note, noted_batches
-        from moetool.runtime.loading import load_model
+        """Let the original predict all windows, a layer at a time, and note what it says."""
+        from moetool.calibration.streaming import StreamedModel
+        from moetool.calibration.sweep import Sweep
+        from moetool.repair.teacher import note, predictions
 
-        size = self.options.batch_size
-        with described_in(self._original.path):
-            model = load_model(self._original, torch.float32, job.device)
-        with phase(job.progress, NOTE, math.ceil(len(texts.whole) / size)):
-            found = noted_batches(model, texts.whole, size, self.options.top_logits, job.progress, self._student.target)
-            note(file, _finite(found, self._original))
+        teacher, k = self._teacher, self.options.top_logits
+        model = StreamedModel(
+            teacher.checkpoint,
+            teacher.architecture,
+            torch.float32,
+            job.device,
+            experts_at_once=teacher.experts_at_once,
+        )
+        sweep = Sweep(model, texts.whole, job.work, job.progress.advance, kept=torch.float32)
+        with phase(job.progress, NOTE, (model.layer_count + 2) * sweep.batch_count):
+            found = predictions(sweep, k, self._student.target, job.progress, job.interrupt)
+        sweep.hidden(model.layer_count).path.unlink()
+        note(file, found)
 
     def _say_of_origin(self, job: Job[RepairedSource]) -> None:
         """Say so if the model's record names other originals than this one."""
@@ -277,13 +294,6 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             calibration=texts.facts,
             seed=self.options.seed,
         )
-
-
-def _finite(found: "Iterator[NotedPredictions]", original: Checkpoint) -> "Iterator[NotedPredictions]":
-    for noted in found:
-        if not noted.logs.isfinite().all():
-            raise VerificationError(f"{original.path} predicts what is no number: its weights are damaged.")
-        yield noted
 
 
 def _told(result: RepairResult) -> dict[str, object]:

@@ -18,7 +18,7 @@ from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.job.blueprint import layer_of
 from moetool.job.job import Input, Source
 from moetool.job.shards import OutputPlan, ShardPlan
-from moetool.repair.costs import TrainedModel, activation_bytes
+from moetool.repair.costs import StreamedOriginal, TrainedModel, activation_bytes
 from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions, Trained
 from moetool.repair.routing import RoutingTarget, routing_target
 from moetool.runtime.building import check_sizes, recomputes
@@ -113,6 +113,10 @@ class Student(ABC):
     def size(self) -> ModelSize:
         """Sizes of the original, which tell what a pass through it, or through the model, takes."""
 
+    @abstractmethod
+    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
+        """The original before so many windows, with so many bytes in memory `beside` one of its layers."""
+
     @property
     @abstractmethod
     def trains(self) -> Trained:
@@ -161,12 +165,15 @@ class MoEStudent(Student):
         self.source = source
 
     @cached_property
-    def _teacher(self) -> Source:
+    def _original(self) -> Source:
         return Source.of(self.original)
 
     @cached_property
     def size(self) -> ModelSize:
-        return moe_size(self._teacher.experts)
+        return moe_size(self._original.experts)
+
+    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
+        return StreamedOriginal.of_experts(self._original, windows, beside, self.options)
 
     @cached_property
     def trains(self) -> Trained:
@@ -185,12 +192,12 @@ class MoEStudent(Student):
         less of them."""
         if self.options.routing is not None:
             return self.options.routing
-        is_whole = self.source.architecture.routed_to == self._teacher.architecture.routed_to
+        is_whole = self.source.architecture.routed_to == self._original.architecture.routed_to
         return ROUTING if is_whole else ROUTING_OF_FEWER
 
     @cached_property
     def target(self) -> RoutingTarget | None:
-        return routing_target(self.source, self._teacher) if self.routing else None
+        return routing_target(self.source, self._original) if self.routing else None
 
     @property
     def routed(self) -> int:
@@ -232,6 +239,9 @@ class MoefiedStudent(Student):
     @cached_property
     def size(self) -> ModelSize:
         return dense_size(self._dense)
+
+    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
+        return StreamedOriginal.of_dense(self._dense, windows, beside, self.options)
 
     @property
     def trains(self) -> Trained:

@@ -1,22 +1,21 @@
 """The original's predictions, noted once: each token's likeliest successors, the probability left for all others, and
 what its routers say."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
+from moetool.errors import VerificationError
+from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress
 from moetool.numerics.divergence import divergence
-from moetool.repair.routing import RoutingTarget, routing_logs
+from moetool.repair.routing import RoutingTarget
 from moetool.runtime.modules.routers import Routers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Bytes that one of a token's predictions takes, and the rest of them; and what a router says of an expert.
 ENTRY_BYTES, TOKEN_BYTES, ROUTED_BYTES = 8, 4, 4
@@ -63,36 +62,60 @@ class NotedPredictions(NamedTuple):
         return type(self)(self.logs.to(device), self.tokens.to(device), self.rest.to(device), routing)
 
 
-@torch.no_grad()
-def noted_batches(
-    model: "PreTrainedModel",
-    windows: Tensor,
-    batch_size: int,
-    k: int,
-    progress: Progress,
-    target: RoutingTarget | None = None,
-) -> Iterator[NotedPredictions]:
-    """Iterate over a model's predictions of windows `[windows, length]`, batch by batch, on the CPU; and over its
-    routing, if that is a target."""
-    routers = Routers(model)
-    for batch in windows.split(batch_size):
-        with routers.watched():
-            logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-        if target is not None and not target.is_of(routers.logits):
-            progress.log("This family's routers do not tell what they decide: predictions alone are learnt from.")
-            target = None
-        routing = None if target is None else routing_logs(routers.logits, target.experts, len(batch))
-        yield NotedPredictions.of(logits, k, routing).to(torch.device("cpu"))
-        progress.advance()
+def predictions(
+    sweep: Sweep, k: int, target: RoutingTarget | None, progress: Progress, interrupt: Interrupt
+) -> NotedPredictions:
+    """Predictions of all windows by a model of which one layer is in memory at a time, on the CPU; and its routing, if
+    that is a target.
+
+    Args:
+        sweep: the windows `[windows, length]` and the model.
+        k: likeliest tokens of each position that are kept.
+        target: the routing.
+        progress: told where the family's routers do not tell what they decide.
+        interrupt: obeyed between layers.
+
+    Raises:
+        InvalidInputError: a layer gives NaN or infinity.
+        VerificationError: the model predicts what is no number.
+    """
+    routing = _routing(sweep, target, interrupt)
+    if target is not None and routing is None:
+        progress.log("This family's routers do not tell what they decide: predictions alone are learnt from.")
+    whole: list[Tensor] = []
+    for window, logits in enumerate(sweep.logits()):
+        logs, tokens, rest, _ = NotedPredictions.of(logits, k)
+        if not logs.isfinite().all():
+            path = sweep.model.checkpoint.path
+            raise VerificationError(f"{path} predicts what is no number: its weights are damaged.")
+        whole = whole or [torch.empty(sweep.count, *one.shape, dtype=one.dtype) for one in (logs, tokens, rest)]
+        for all_windows, one in zip(whole, (logs, tokens, rest), strict=True):
+            all_windows[window] = one
+    logs, tokens, rest = whole
+    return NotedPredictions(logs, tokens, rest, routing)
 
 
-def note(file: Path, found: Iterator[NotedPredictions]) -> None:
-    """Write the teacher's predictions of all windows, given batch by batch, to a safetensors file."""
-    parts: dict[str, list[Tensor]] = {name: [] for name in NotedPredictions._fields}
-    for batch in found:
-        for name, tensor in batch._asdict().items():
-            parts[name] += [] if tensor is None else [tensor]
-    save_tensors(file, {name: torch.cat(tensors) for name, tensors in parts.items() if tensors})
+def _routing(sweep: Sweep, target: RoutingTarget | None, interrupt: Interrupt) -> Tensor | None:
+    """Take the windows through all layers, and return what the routers say `[windows, length, layers, experts]`."""
+    routers, found = Routers(sweep.model.model), None
+    with routers.watched():
+        for layer in sweep.through_layers():
+            interrupt.check()
+            if target is not None and layer in target.experts:
+                logs = target.logs(layer, routers.logits[-sweep.batch_count :])  # some layers run twice
+                if logs is None:
+                    target = found = None
+                    continue
+                if found is None:
+                    found = torch.empty(*sweep.windows.shape, len(target.experts), logs.shape[-1])
+                found[:, :, [*target.experts].index(layer)] = logs.unflatten(0, found.shape[:2])
+            routers.clear()
+    return found
+
+
+def note(file: Path, found: NotedPredictions) -> None:
+    """Write the teacher's predictions of all windows to a safetensors file."""
+    save_tensors(file, {name: tensor for name, tensor in found._asdict().items() if tensor is not None})
 
 
 class NotedFile:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.job import Source
 from moetool.repair.costs import trained_numbers
-from moetool.repair.routing import RoutingTarget, routing_divergence, routing_logs, routing_target
+from moetool.repair.routing import RoutingTarget, in_experts_of, routing_divergence, routing_target
 from moetool.repair.training import choose
 from moetool.runtime.loading import load_model
 from moetool.runtime.modules.routers import Routers
@@ -56,7 +56,8 @@ def drift(model: Path, original: Path, tokens: Tensor) -> float:
         with torch.no_grad(), routers.watched():
             loaded(input_ids=tokens, use_cache=False)
         said.append(routers.logits)
-    return routing_divergence(said[1], routing_logs(said[0], [None] * len(said[0]), len(tokens))).item()
+    original = torch.stack([in_experts_of(own, None) for own in said[0]], 1).unflatten(0, tuple(tokens.shape))
+    return routing_divergence(said[1], original).item()
 
 
 def test_its_routing_comes_nearer_to_the_originals(
@@ -85,14 +86,14 @@ def test_records_tell_which_experts_are_left(
     ]
     found = routing_target(Source.open(fewer), original)
     assert found is not None
-    for own, layer, groups in zip(*routers, found.experts, strict=True):
+    for own, layer, groups in zip(*routers, found.experts.values(), strict=True):
         assert groups is not None
         assert own.equal(layer[[group[0] for group in groups]])
     merged = compress(tiny_mixtral, "--method", "m-smoe", "--experts", 2, *text).path
     found = routing_target(Source.open(merged), original)
     assert found is not None
-    assert all(sorted(chain.from_iterable(groups or ())) == [0, 1, 2, 3] for groups in found.experts)
-    assert routing_target(original, original) == RoutingTarget([None] * len(original.experts.moe_layers), 4)
+    assert all(sorted(chain.from_iterable(groups or ())) == [0, 1, 2, 3] for groups in found.experts.values())
+    assert routing_target(original, original) == RoutingTarget(dict.fromkeys(original.experts.moe_layers), 4)
     # Whose experts they are is not known of another original, and without the record.
     other = Source.open(save_model(make_mixtral(seed=1), tmp_path / "other"))
     assert routing_target(Source.open(fewer), other) is None
