@@ -208,12 +208,18 @@ class CalibratedJob:
         with phase(self.job.progress, "Forward", passing.steps):
             passing.through(self.model.layer_count - 1)
 
-    def reverse(self, visit: Visit, passes: int, layers: Collection[int] | None = None) -> None:
+    def reverse(
+        self,
+        visit: Visit,
+        passes: int,
+        layers: Collection[int] | None = None,
+        head: Callable[[], float] | None = None,
+    ) -> None:
         """Take the text that gradients are taken on forward to the loss and back to the first of `layers`.
 
         On the way back `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, and runs it
         backwards itself (`gradient_sweep.backward`). `passes` is how many times it goes over the text, for the progress
-        bar.
+        bar. `head` stands in for `gradient_sweep.head`, which it calls, to see what comes and goes there.
         """
         job, sweep = self.job, self.gradient_sweep
         visited = set(self.source.experts.moe_layers if layers is None else layers)
@@ -231,7 +237,7 @@ class CalibratedJob:
         again = {index - 1 for index in range(lowest - lowest % between, last) if index % between}
         with phase(job.progress, "Backward", (1 + len(again) + passes * (count - lowest)) * sweep.batch_count):
             if job.together("head", sweep.batch_count):
-                self._finish("head", sweep, sweep.hidden(count), loss=sweep.head())
+                self._finish("head", sweep, sweep.hidden(count), loss=(head or sweep.head)())
             for index in range(count - 1, lowest - 1, -1):
                 if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue

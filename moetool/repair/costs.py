@@ -168,7 +168,8 @@ class TrainedModel:
         beside = trained_numbers(source, "all" if in_full else "small")
         if in_full:
             beside -= sum(math.prod(source.checkpoint.info(name).shape) for name in reader.names)
-        return cls(nbytes * 4 // item, round(share * experts / item) + beside, decoded)
+        numbers = nbytes - experts + round(share * experts)  # codes stay as they are stored
+        return cls(nbytes - numbers + numbers * 4 // item, round(share * experts / item) + beside, decoded)
 
 
 def repair_phases(size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:

@@ -33,13 +33,16 @@ REST = [
 ]
 
 
-def test_layers_have_a_choice_and_nothing_else() -> None:
+def test_layers_embeddings_and_head_have_a_choice_and_nothing_else() -> None:
     menu = own_menu([UP, DOWN, *REST])
     assert [kind.name for kind in menu.types[UP.name]] == [
         *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
     ]
     assert [kind.name for kind in menu.types[DOWN.name]] == ["iq4_nl", "q5_0", "q5_1", "q8_0"]
-    assert set(menu.types) == {UP.name, DOWN.name}
+    assert [kind.name for kind in menu.types["token_embd.weight"]] == [
+        *("iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
+    ]
+    assert set(menu.types) == {UP.name, DOWN.name, "token_embd.weight"}
     for types in menu.types.values():
         sizes = [kind.size(1024) for kind in types]
         assert sizes == sorted(sizes)

@@ -34,6 +34,7 @@ from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewrit
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.coded_layers import CodedLayers
 from moetool.export.gguf.coding import choosing_blocks, preparing_inputs
+from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
@@ -83,7 +84,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     @property
     def _common(self) -> NumberType:
-        """Type of what is not a routed expert, unless it is chosen: then of what stands outside the layers."""
+        """Type of what is not a routed expert, until it is chosen."""
         return self.options.type or ("q8_0" if self.options.chooses_types else "f16")
 
     @property
@@ -92,10 +93,12 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     @property
     def _coded(self) -> list[GgufTensor]:
-        """Tensors of decoder layers in quantized types, whose codes are chosen on the calibration text."""
+        """Tensors in quantized types, whose codes are chosen on the calibration text: those of decoder layers, and
+        where types are chosen embeddings and head, too."""
         if self._text is None:
             return []
-        return [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES and layer_of(tensor.name) >= 0]
+        coded = [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES]
+        return [tensor for tensor in coded if layer_of(tensor.name) >= 0 or self.options.chooses_types]
 
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
@@ -120,8 +123,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if size < least:
             raise UsageError(
                 f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_bytes(least)} to "
-                f"{format_bytes(most)}; embeddings and head have 8 bits there, routers and norms fp32. Give more, or "
-                "take out experts first (compress --method reap)."
+                f"{format_bytes(most)}; embeddings and head have 3 bits there at least, routers and norms fp32. Give "
+                "more, or take out experts first (compress --method reap)."
             )
         return size - self._head_bytes
 
@@ -206,7 +209,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     def _blocks_bytes(self) -> int:
         """Most bytes of blocks that wait to be written: those of a layer."""
         layers = groupby(self._coded, key=lambda tensor: layer_of(tensor.name))
-        return max((data_bytes(list(tensors)) for _, tensors in layers), default=0)
+        return max((data_bytes(list(tensors)) for layer, tensors in layers if layer >= 0), default=0)
 
     def _phases(self, cost: CalibrationCost, size: ModelSize, output: int, decoded: Work) -> Phases:
         writes = rewriting_phases(size, output, decoded)
@@ -236,13 +239,14 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         source.check_idle()
         for line in self._remarks():
             job.progress.log(line)
-        facts, coded, details = None, None, GgufDetails()
+        facts, coded, ends, details = None, None, None, GgufDetails()
         if self._text is not None:
             calibrated = on_text(job, self._text, gradients=self._has_gradients)
             if self._own_menu is not None:
-                details = self._choose(job, calibrated, self._own_menu)
+                ends = Ends(calibrated, self._tensors)
+                details = self._choose(job, calibrated, self._own_menu, ends)
             if self._coded:
-                coded = CodedLayers(job, calibrated, self._coded)
+                coded = CodedLayers(job, calibrated, self._coded, ends)
             else:
                 tensors = {tensor.name: tensor for tensor in self._tensors}
                 files += self._write_advice(job, measure_tensors(job, calibrated, tensors, self._menu), calibrated)
@@ -260,9 +264,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=layers)
         return replace(details, calibration=facts)
 
-    def _choose(self, job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType]) -> GgufDetails:
+    def _choose(
+        self, job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType], ends: Ends
+    ) -> GgufDetails:
         """Choose the types of all tensors on the text, and tell which they are."""
-        chosen = menu.choose(self._budget, measure_types(job, calibrated, menu))
+        chosen = menu.choose(self._budget, measure_types(job, calibrated, menu, ends))
         self._tensors = [
             replace(tensor, type=chosen[tensor.name].name) if tensor.name in chosen else tensor
             for tensor in self._tensors

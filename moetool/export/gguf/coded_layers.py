@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
 from moetool.checkpoint.files import save_tensors
-from moetool.checkpoint.writer import is_finite
-from moetool.errors import InvalidInputError
 from moetool.export.gguf.coding import block_codes
-from moetool.export.gguf.file import GgufTensor
+from moetool.export.gguf.ends import Ends
+from moetool.export.gguf.file import GgufTensor, check_finite
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf import EXPERTS, layer_in_file
@@ -73,8 +72,16 @@ class CodedLayers:
         steps: batches in all layers, for a progress bar.
     """
 
-    def __init__(self, job: Job[GgufSource], calibrated: CalibratedJob, tensors: Sequence[GgufTensor]) -> None:
-        """Of these tensors, which all lie in layers and have types of blocks, on the job's text."""
+    def __init__(
+        self,
+        job: Job[GgufSource],
+        calibrated: CalibratedJob,
+        tensors: Sequence[GgufTensor],
+        ends: Ends | None = None,
+    ) -> None:
+        """Of these tensors, which have types of blocks, on the job's text; with `ends`, embeddings and head are among
+        them."""
+        self._ends = ends
         self._job, self._sweep, self._tensors = job, calibrated.sweep, {tensor.name: tensor for tensor in tensors}
         self._pass = calibrated.forward_pass(self._visit, range(job.source.layers), name="encode")
         self.steps = self._pass.steps
@@ -82,6 +89,10 @@ class CodedLayers:
     def blocks(self, name: str) -> Iterator[Tensor]:
         """Iterate over the coded blocks of a tensor, `[rows, bytes]` uint8, after coding all layers up to its own."""
         layer = layer_of(name)
+        if layer < 0:
+            assert self._ends is not None
+            yield from self._ends.blocks(self._tensors[name])
+            return
         self._pass.through(layer)
         with safe_open(self._file(layer), "pt") as file:
             yield file.get_tensor(name)
@@ -131,8 +142,7 @@ class CodedLayers:
                 name: matrix for name, matrix in zip(names, matrices, strict=True) if self._tensors[name].type == number
             }
             for name, matrix in own.items():
-                if not is_finite(matrix):
-                    raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
+                check_finite(name, matrix)
             whole = torch.cat([matrix.to(self._job.device).float() for matrix in own.values()])
             blocks = block_codes(whole, BLOCK_TYPES[number], inputs).tobytes()
             found |= zip(own, blocks.split([len(matrix) for matrix in own.values()]), strict=True)

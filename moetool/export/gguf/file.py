@@ -217,8 +217,7 @@ class _Digested:
 def _write(output: _Digested, tensor: GgufTensor) -> None:
     written = 0
     for part in tensor.parts():
-        if not is_finite(part):
-            raise InvalidInputError(f"{tensor.name} would hold NaN or infinity: the checkpoint is damaged.")
+        check_finite(tensor.name, part)
         if tensor.type == "f16" and part.numel() and float(part.abs().max()) > _LARGEST_FP16:
             raise InvalidInputError(
                 f"{tensor.name} has numbers up to {float(part.abs().max()):.3g}, more than fp16 can hold: --type bf16."
@@ -231,6 +230,12 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
             f"{tensor.name} came in {written} bytes, not {tensor.nbytes}; {output.file} was not written."
         )
     output.write(bytes(_padded(written) - written))
+
+
+def check_finite(name: str, part: Tensor) -> None:
+    """Raise `InvalidInputError` for a part of a tensor with numbers that are none."""
+    if not is_finite(part):
+        raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
 
 
 def _rows(part: Tensor, number: NumberType) -> bytes:

@@ -17,6 +17,7 @@ from moetool.calibration.recorded import Tick, spread
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coded_layers import ProjectionGrams
 from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
+from moetool.export.gguf.ends import TRIED_TOKENS, Ends
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource, layer_of
@@ -31,19 +32,21 @@ from moetool.numerics.work import Work, altogether
 # Left out are those that lose more than another of as many bytes: q2_k more than iq2_s, q3_k more than iq3_s.
 _SUPER_BLOCKS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
 _SHORT = ("iq4_nl", "q5_0", "q5_1", "q8_0")  # where super-blocks do not divide a row
+_TABLES = ("iq3_s", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")  # of embeddings and head, whose tokens a text has in part
 _ROWS, _EXPERTS = 32, 4  # of each matrix, and of a layer, at most, that are tried
 
 
 def own_menu(tensors: Sequence[GgufTensor]) -> Menu[BlockType]:
-    """The types that moetool can give to each tensor of a file: to those in layers that are not always fp32."""
+    """The types that moetool can give to each tensor of a file: to those that are not always fp32."""
     return Menu(tensors, {tensor.name: types for tensor in tensors if (types := _offered(tensor))})
 
 
 def _offered(tensor: GgufTensor) -> tuple[BlockType, ...]:
     columns = tensor.shape[-1]
-    if tensor.is_always_wide or layer_of(tensor.name) < 0 or columns % 32:
+    if tensor.is_always_wide or columns % 32:
         return ()
-    return tuple(BLOCK_TYPES[name] for name in (_SHORT if columns % 256 else _SUPER_BLOCKS))
+    names = _SHORT if columns % 256 else _SUPER_BLOCKS if layer_of(tensor.name) >= 0 else _TABLES
+    return tuple(BLOCK_TYPES[name] for name in names)
 
 
 def trying_types(menu: Menu[BlockType]) -> Work:
@@ -52,7 +55,8 @@ def trying_types(menu: Menu[BlockType]) -> Work:
     for tensor in menu.tensors:
         if kinds := menu.types.get(tensor.name):
             *experts, rows, columns = tensor.shape
-            few = (*(min(count, _EXPERTS) for count in experts), min(rows, _ROWS), columns)
+            most = _ROWS if layer_of(tensor.name) >= 0 else TRIED_TOKENS
+            few = (*(min(count, _EXPERTS) for count in experts), min(rows, most), columns)
             works += [preparing_inputs(few, tokens=0), *(choosing_blocks(few, kind) for kind in kinds)]
     return altogether(works)
 
@@ -128,13 +132,16 @@ def try_types(
             own.add(index, (lost @ weight).item())
 
 
-def measure_types(job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType]) -> dict[str, list[float]]:
+def measure_types(
+    job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType], ends: Ends
+) -> dict[str, list[float]]:
     """Take the text through the model and back, and estimate by tensor what each type on the menu loses.
 
     Args:
         job: the job.
         calibrated: its text, for which gradients are taken.
         menu: types on offer for each tensor.
+        ends: embeddings and head.
 
     Raises:
         InvalidInputError: the model gives no numbers on the text.
@@ -167,8 +174,10 @@ def measure_types(job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[Bl
         found = {name: torch.tensor(own.estimates(), dtype=torch.float64) for name, own in losses.items()}
         save_tensors(_file(job, layer), found)
 
-    calibrated.reverse(visit, 2, layers)  # trying types counts as a pass over the text
-    return {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
+    calibrated.reverse(visit, 2, layers, ends.see_head)  # trying types counts as a pass over the text
+    tables = [tensor for name, tensor in tensors.items() if layer_of(name) < 0]
+    found = {tensor.name: ends.losses(tensor, menu.types[tensor.name]) for tensor in tables}
+    return found | {name: lost.tolist() for layer in layers for name, lost in load_file(_file(job, layer)).items()}
 
 
 def _try_experts(

@@ -162,7 +162,7 @@ class Menu(Generic[KindT]):
         least, most = (self.bits_per_weight(chosen) for chosen in (self.smallest, self.largest))
         if least > target:
             raise UsageError(
-                f"--target-bpw {target:g} is less than this model can have: head and embeddings keep their bits, "
+                f"--target-bpw {target:g} is less than this model can have: head and embeddings keep more bits, "
                 f"routers and norms fp32. With the largest types on offer it has {most:.2f} bits per weight, with the "
                 f"smallest types {math.ceil(100 * least) / 100:.2f}."
             )
