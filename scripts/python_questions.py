@@ -38,6 +38,11 @@ def questions() -> Iterator[tuple[str, str]]:
                 yield name, answer
 
 
+def is_held_out(name: str) -> bool:
+    """Whether a name is of the tenth that nothing is to be tuned on."""
+    return hashlib.sha256(name.encode()).digest()[0] < 26
+
+
 def _documented(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, object]]:
     for name, thing in sorted(vars(owner).items()):
         if name.startswith("_") or not callable(thing):
@@ -54,8 +59,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
     for name, answer in questions():
-        held_out = hashlib.sha256(name.encode()).digest()[0] < 26
-        parts["test" if held_out else "train"].append((f"What does `{name}` do in Python?", answer))
+        parts["test" if is_held_out(name) else "train"].append((f"What does `{name}` do in Python?", answer))
     for part, own in parts.items():
         said = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in own]
         (directory / f"{part}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in said))

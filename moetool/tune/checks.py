@@ -6,6 +6,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.processes import sharding
 from moetool.runtime.building import recomputes
+from moetool.runtime.modules.routers import is_choice_bias
 from moetool.tune.options import TuneOptions
 
 
@@ -33,6 +34,21 @@ def check_recomputing(options: TuneOptions, checkpoint: Checkpoint) -> None:
             f"--gradient-checkpointing: transformers cannot run layers of {checkpoint.config['model_type']} again. "
             "Leave it out; a smaller --batch-size needs less memory, too."
         )
+
+
+def check_balance_bias(options: TuneOptions, checkpoint: Checkpoint) -> None:
+    """Raise `UsageError` where `--balance-bias` has nothing to move, or not in this way."""
+    if options.balance_bias is None:
+        return
+    if not any(map(is_choice_bias, checkpoint.tensors)):
+        raise UsageError(
+            f"--balance-bias: routers of {checkpoint.config['model_type']} have no bias that only the choice of "
+            "experts sees, as those of deepseek_v3, glm4_moe and others have. Use --balance."
+        )
+    if options.train == "task-experts":
+        raise UsageError("--train task-experts leaves routers as they are: leave out --balance-bias.")
+    if (tool := sharding()) is not None:
+        raise UsageError(f"--balance-bias has not been tried with {tool}: leave one of them out.")
 
 
 def _check_task_experts(options: TuneOptions) -> None:

@@ -9,6 +9,7 @@ from moetool.job.options import RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 TEACHER_SHARE = 0.5
+BALANCE = 0.01
 
 
 class TuneOptions(RunOptions):
@@ -30,8 +31,17 @@ class TuneOptions(RunOptions):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
-    balance: float = Field(
-        0.01, ge=0, description="Weight of the load-balancing loss, which is 1 for even routing and E at worst."
+    balance: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the load-balancing loss, which is 1 for even routing and E at worst [default: "
+        f"{BALANCE}; 0 with --balance-bias].",
+    )
+    balance_bias: float | None = Field(
+        None,
+        gt=0,
+        description="In families whose routers have a bias that only the choice of experts sees (DeepSeek-V3 …): by "
+        "how much it moves per step, up for experts chosen less often than the mean. 0.001 is usual.",
     )
     z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
     train: Literal["auto", "all", "experts", "task-experts"] = Field(
@@ -83,3 +93,10 @@ class TuneOptions(RunOptions):
     log_every: int = Field(10, ge=1, description="Steps between lines of log.")
     report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them; several with commas.")
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the load-balancing loss: what was given, or the default."""
+        if self.balance is not None:
+            return self.balance
+        return BALANCE if self.balance_bias is None else 0.0

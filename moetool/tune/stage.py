@@ -36,7 +36,7 @@ from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import loading_memory
-from moetool.tune.checks import check_options, check_recomputing
+from moetool.tune.checks import check_balance_bias, check_options, check_recomputing
 from moetool.tune.costs import training_phases
 from moetool.tune.options import TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
@@ -95,6 +95,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
         check_recomputing(self.options, checkpoint)
+        check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.settings
         trained = (

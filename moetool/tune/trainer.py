@@ -26,6 +26,7 @@ from moetool.numerics.seeding import generator
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation
 from moetool.tune.balance import balance_of, z_of
+from moetool.tune.bias_balance import BiasBalance, choice_biases
 from moetool.tune.examples import IGNORED
 from moetool.tune.masks import MaskConstraint
 from moetool.tune.teacher import Teacher
@@ -58,14 +59,17 @@ class MoETrainer(Trainer):
         z: float,
         interpolation: Interpolation | None,
         constraint: MaskConstraint | None,
+        bias_balance: BiasBalance | None = None,
         teacher: Teacher | None = None,
         **options: object,
     ) -> None:
         super().__init__(**options)
         self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
         self.interpolation, self.constraint, self.teacher = interpolation, constraint, teacher
-        if constraint is not None:
-            self.add_callback(constraint)
+        self.bias_balance = bias_balance
+        for callback in (constraint, bias_balance):
+            if callback is not None:
+                self.add_callback(callback)
         self.model_accepts_loss_kwargs = True
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._told: dict[str, list[float]] = {}
@@ -97,6 +101,8 @@ class MoETrainer(Trainer):
             loss = summed / num_items_in_batch * self.accelerator.num_processes
         if len(self.routers):
             loss = loss + self._router_losses(real.flatten()) / self.current_gradient_accumulation_steps
+        if self.bias_balance is not None:
+            self.bias_balance.count(real.flatten(), self._summed)
         if self.constraint is not None:
             loss = loss + self.constraint.loss() / self.current_gradient_accumulation_steps
         self.routers.clear()
@@ -128,6 +134,8 @@ class MoETrainer(Trainer):
         changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if self.constraint is not None:
             changed |= {name for name, _ in model.named_buffers() if name.endswith(".multiplier")}
+        if self.bias_balance is not None:
+            changed |= choice_biases(model).keys()
         state = model.state_dict() if state_dict is None else state_dict
         tensors = {name: state[name].detach().cpu().contiguous() for name in sorted(changed)}
         save_file(tensors, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -186,14 +194,14 @@ class MoETrainer(Trainer):
             )
 
     def _router_losses(self, real: Tensor) -> Tensor:
-        def summed(tensor: Tensor) -> Tensor:
-            return self.accelerator.reduce(tensor, "sum")
-
-        balance = balance_of(self.routers, self.top_k, real, summed)
-        z = z_of(self.routers, real, summed)
+        balance = balance_of(self.routers, self.top_k, real, self._summed)
+        z = z_of(self.routers, real, self._summed)
         self._tell("balance_loss", balance)
         self._tell("z_loss", z)
         return self.balance * balance + self.z * z
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        return self.accelerator.reduce(tensor, "sum")
 
     def _tell(self, name: str, value: Tensor) -> None:
         self._told.setdefault(name, []).append(value.item())

@@ -23,6 +23,7 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
+from moetool.tune.bias_balance import BiasBalance
 from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
@@ -70,7 +71,7 @@ def train(
     steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
     if options.gradient_checkpointing:
         recompute_activations(model)
-    constraint = _constraint(model, options, steps)
+    constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
     with quiet():
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
@@ -85,9 +86,10 @@ def train(
                 data_collator=collate,
                 callbacks=[Reporter(job)],
                 optimizers=_optimizers(model, options, steps),
-                routers=Routers(model),
+                routers=routers,
                 top_k=experts_per_token(model),
-                balance=options.balance,
+                balance=options.balance_weight,
+                bias_balance=None if rate is None else BiasBalance(model, routers, rate),
                 z=options.z,
                 interpolation=interpolation_of(model),
                 constraint=constraint,

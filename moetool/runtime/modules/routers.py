@@ -8,11 +8,17 @@ from torch import Tensor, nn
 from moetool.runtime.modules.insertion import Routed
 
 _NAMES = ("topkrouter", "tokenchoicerouter", "moev1gate")  # ends of the names of transformers' classes
+_CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def is_router(module: nn.Module) -> bool:
     """Whether a module is the router of an MoE layer, by the name of its class."""
     return type(module).__name__.lower().endswith(_NAMES)
+
+
+def is_choice_bias(name: str) -> bool:
+    """Whether a tensor of that name is a bias that only the choice of experts sees, not the weights that they get."""
+    return name.rpartition(".")[2] in _CHOICE_BIASES
 
 
 def routed(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
