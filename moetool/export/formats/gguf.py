@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
 _DIGEST = "digest"  # of the file so far, in what its units tell
-_TOKENIZER_ROOM = 2  # bytes in the file for one of tokenizer.json, at most
 
 
 class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
@@ -119,19 +118,24 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if size is None:
             assert self.options.target_bpw is not None
             return menu.budget(self.options.target_bpw)
-        least, most = (self._head_bytes + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
+        least, most = (self._most_around + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
         if size < least:
             raise UsageError(
                 f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_bytes(least)} to "
                 f"{format_bytes(most)}; embeddings and head have 3 bits there at least, routers and norms fp32. Give "
                 "more, or take out experts first (compress --method reap)."
             )
-        return size - self._head_bytes
+        return size - self._most_around
 
     @cached_property
     def _head_bytes(self) -> int:
-        """Bytes of the file that are no tensors' numbers: metadata, the list of tensors, and padding at the most."""
-        return head_bytes(self._metadata(self._common), self._tensors) + len(self._tensors) * (BLOCK_ALIGNMENT - 1)
+        """Bytes of the file before its first tensor: metadata and the list of tensors."""
+        return head_bytes(self._metadata(self._common), self._tensors)
+
+    @property
+    def _most_around(self) -> int:
+        """Bytes of the file that are no tensors' numbers, at most: its head, and padding."""
+        return self._head_bytes + len(self._tensors) * (BLOCK_ALIGNMENT - 1)
 
     @cached_property
     def _menu(self) -> Menu[FewBits] | None:
@@ -158,9 +162,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def plan(self) -> Plan:
         source, tensors = self.source, self._tensors
-        path = source.checkpoint.path / "tokenizer.json"
-        room = _TOKENIZER_ROOM * path.stat().st_size if path.exists() else 0
-        output = data_bytes(tensors) + room + (1 << 16)
         cost, back, menu = self._cost, self._has_gradients, self._own_menu
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
@@ -174,9 +175,10 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             memory += 4 * 8 * max((tensor.shape[-1] for tensor in self._coded), default=0) ** 2
         fixed = [tensor for tensor in tensors if menu is None or tensor.name not in menu.types]
         types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in fixed).most_common()]
+        output = self._head_bytes + data_bytes(tensors)
         if menu is not None:
-            output = self._head_bytes + min(self._budget, menu.nbytes(menu.largest))
-            least, most = (format_bytes(self._head_bytes + menu.nbytes(own)) for own in (menu.smallest, menu.largest))
+            output = self._most_around + min(self._budget, menu.nbytes(menu.largest))
+            least, most = (format_bytes(self._most_around + menu.nbytes(own)) for own in (menu.smallest, menu.largest))
             types.append(f"{len(menu.types)} in types to be chosen, with which the file takes from {least} to {most}")
         if odd := self._fallen_back:
             types.append(f"no whole blocks: {odd}")
