@@ -2,10 +2,12 @@
 
 from importlib.util import find_spec
 
+import torch
+
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.processes import sharding
-from moetool.runtime.building import recomputes
+from moetool.runtime.building import empty_model, recomputes
 from moetool.runtime.modules.routers import is_choice_bias
 from moetool.tune.options import TuneOptions
 
@@ -16,6 +18,8 @@ def check_options(options: TuneOptions) -> None:
     if options.freeze_shared and options.train == "all":
         raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
     _check_task_experts(options)
+    if options.lora_rank is None and options.lora_alpha is not None:
+        raise UsageError("--lora-alpha is for --lora-rank: give both or neither.")
     if options.teacher is None and options.teacher_share is not None:
         raise UsageError("--teacher-share is for --teacher: give both or neither.")
     if options.teacher is not None and (tool := sharding()) is not None:
@@ -49,6 +53,26 @@ def check_balance_bias(options: TuneOptions, checkpoint: Checkpoint) -> None:
         raise UsageError("--train task-experts leaves routers as they are: leave out --balance-bias.")
     if (tool := sharding()) is not None:
         raise UsageError(f"--balance-bias has not been tried with {tool}: leave one of them out.")
+
+
+def most_trained(options: TuneOptions, checkpoint: Checkpoint) -> int:
+    """How many numbers the options train of a model, low-rank factors among them; of `--train task-experts`, whose
+    choice the examples make, the most.
+
+    Raises:
+        UsageError: the model has nothing of what they ask for.
+        InvalidInputError: transformers cannot build the model.
+    """
+    from moetool.tune.choice import choose_for, trained_parameters
+    from moetool.tune.task_experts import routed_experts
+
+    model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
+    if options.train == "task-experts":
+        layers = routed_experts(model)
+        return sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters())
+    adapted = choose_for(model, options)
+    sides = sum(sum(model.get_submodule(name).get_parameter("weight").shape) for name in adapted)
+    return trained_parameters(model) + (options.lora_rank or 0) * sides
 
 
 def _check_task_experts(options: TuneOptions) -> None:

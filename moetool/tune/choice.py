@@ -8,8 +8,11 @@ from torch import nn
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
+from moetool.runtime.modules.quantized import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
+from moetool.tune.lora import frozen_linears
+from moetool.tune.options import TuneOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +32,38 @@ def has_experts(model: nn.Module) -> bool:
     """Whether a model has routers, or experts in one of moetool's own modules."""
     own = (CustomLayer, SharedBaseExperts)
     return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
+
+
+def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
+    """Let what the options of `tune` train require gradients, `--train task-experts` left out, and nothing else.
+
+    Args:
+        model: it may be on the meta device.
+        options: of the command.
+
+    Returns:
+        Names of the linear layers that stay as they are, to be adapted or to be held quantized.
+
+    Raises:
+        UsageError: the model has nothing of the kind.
+    """
+    train: Train = "auto" if options.train == "task-experts" else options.train
+    if options.lora_rank is not None and interpolation_of(model) is not None:
+        raise UsageError("--lora-rank: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
+    coded = sum(1 for _ in quantized_modules(model))
+    if options.lora_rank is not None and coded:
+        raise UsageError(
+            f"--lora-rank: {coded} linear layers and embeddings of this model are stored as codes, which factors "
+            "cannot be merged into. Train experts and routers (--train experts), or what export --format "
+            "dense-experts writes of it."
+        )
+    if (options.lora_rank is not None or options.quantize_base != "none") and train == "auto":
+        train = "none" if options.lora_rank is not None and not has_experts(model) else "experts"
+    choose(model, train, freeze_shared=options.freeze_shared)
+    frozen = frozen_linears(model)
+    if options.lora_rank is not None and not frozen:
+        raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")
+    return frozen
 
 
 def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> int:

@@ -8,6 +8,7 @@ from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.job.options import RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
+LORA_ALPHA = 16.0
 TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
@@ -73,7 +74,9 @@ class TuneOptions(RunOptions):
         None, ge=1, description="Train low-rank factors on all linear layers that do not change otherwise, and merge "
         "them at the end."
     )  # fmt: skip
-    lora_alpha: float = Field(16.0, gt=0, description="These count alpha / rank times.")
+    lora_alpha: float | None = Field(
+        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
+    )
     quantize_base: Literal["none", "nf4", "int8"] = Field(
         "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
     )

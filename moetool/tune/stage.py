@@ -23,7 +23,7 @@ from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
-from moetool.format.kinds import custom_module, kinds
+from moetool.format.kinds import custom_module
 from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import layer_of, open_for_planning
 from moetool.job.job import Input, Job
@@ -36,18 +36,15 @@ from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import loading_memory
-from moetool.tune.checks import check_balance_bias, check_options, check_recomputing
+from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, most_trained
 from moetool.tune.costs import training_phases
-from moetool.tune.options import TASK_SHARE, TEACHER_SHARE, TuneOptions
+from moetool.tune.options import LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from moetool.tune.examples import Example, Examples
-
-# What the names of experts and their routers hold.
-_EXPERTS = (".experts.", *(part for kind in kinds().values() for part in kind.trained))
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def plan(self) -> Plan:
         check_options(self.options)
+        self._check_teacher()
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
@@ -98,10 +96,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.settings
-        trained = (
-            sum(math.prod(info.shape) for name, info in checkpoint.tensors.items() if self._may_train(name))
-            + self._lora_parameters()
-        )
+        trained = most_trained(options, checkpoint)
         tokens = options.batch_size * options.sequence_length
         logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
         layers = whole_number(config, "num_hidden_layers") or 1
@@ -138,6 +133,12 @@ class Tune(Stage[TuneOptions, AnySource]):
     def _teacher(self) -> Checkpoint | None:
         return None if self.options.teacher is None else open_for_planning(self.options.teacher)
 
+    def _check_teacher(self) -> None:
+        """Raise unless the teacher, where there is one, predicts what the model does."""
+        teacher = self._teacher
+        if teacher is not None and not teacher.is_imagined and not self.source.checkpoint.is_imagined:
+            check_comparable(teacher, self.source.checkpoint, self._tokenizer)
+
     def inputs(self) -> Mapping[str, Checkpoint]:
         return {**super().inputs(), **({} if self._teacher is None else {"teacher": self._teacher})}
 
@@ -162,22 +163,6 @@ class Tune(Stage[TuneOptions, AnySource]):
         if spec is not None and spec.whole is not None:
             raise UsageError(f"{spec.whole} are constrained as a whole, and {tool} has them in parts: train without.")
 
-    def _may_train(self, name: str) -> bool:
-        """Whether a tensor is among those that change, as far as its name tells."""
-        config = self.source.checkpoint.config
-        entry, spec = moetool_entry(config) or {}, custom_module(config)
-        few = bool(entry.get("layers")) or (spec is not None and spec.is_efficient)
-        few = few or self.options.lora_rank is not None or self.options.quantize_base != "none"
-        if self.options.train == "all" or (self.options.train == "auto" and not few):
-            return True
-        if self.options.train == "task-experts":
-            return ".experts." in name
-        return any(part in name for part in _EXPERTS) or name.endswith(("gate.weight", "router.layer.weight"))
-
-    def _lora_parameters(self) -> int:
-        shapes = [info.shape for name, info in self.source.checkpoint.tensors.items() if layer_of(name)]
-        return (self.options.lora_rank or 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
-
     def texts(self) -> list[str]:
         return [text for text in (self.options.data, self.options.eval_data) if text is not None]
 
@@ -196,8 +181,6 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import train
 
-        if self._teacher is not None:
-            check_comparable(self._teacher, self.source.checkpoint, self._tokenizer)
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
             model = load_model(self.source.checkpoint, torch.float32)
@@ -263,35 +246,18 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _prepare(self, job: Job[AnySource], model: "PreTrainedModel", examples: "Sequence[Example]") -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
-        from moetool.runtime.modules.quantized import quantized_modules
-        from moetool.runtime.modules.simoe_mixing import interpolation_of
-        from moetool.tune.choice import Train, choose, has_experts, trained_parameters
-        from moetool.tune.lora import add_lora, frozen_linears, quantize_linears
+        from moetool.tune.choice import choose_for, trained_parameters
+        from moetool.tune.lora import add_lora, quantize_linears
         from moetool.tune.task_experts import train_task_experts
 
         options = self.options
         if options.train == "task-experts":
             return train_task_experts(job, model, examples, options.task_share or TASK_SHARE)
-        few: Train = options.train
-        if (options.lora_rank or options.quantize_base != "none") and few == "auto":
-            few = "none" if options.lora_rank and not has_experts(model) else "experts"
-        if options.lora_rank is not None and interpolation_of(model) is not None:
-            raise UsageError("--lora-rank: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
-        coded = sum(1 for _ in quantized_modules(model))
-        if options.lora_rank is not None and coded:
-            raise UsageError(
-                f"--lora-rank: {coded} linear layers and embeddings of this model are stored as codes, which factors "
-                "cannot be merged into. Train experts and routers (--train experts), or what export --format "
-                "dense-experts writes of it."
-            )
-        choose(model, few, freeze_shared=options.freeze_shared)
-        frozen = frozen_linears(model)
+        frozen = choose_for(model, options)
         if options.quantize_base != "none":
             quantize_linears(model, frozen, options.quantize_base, job.device)
         if options.lora_rank is not None:
-            if not frozen:
-                raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")
-            add_lora(model, frozen, options.lora_rank, options.lora_alpha, options.seed)
+            add_lora(model, frozen, options.lora_rank, options.lora_alpha or LORA_ALPHA, options.seed)
         return trained_parameters(model)
 
     def _finish(self, model: "PreTrainedModel") -> dict[str, object]:

@@ -54,9 +54,7 @@ class CustomModule(BaseModel, ABC):
         what: what a model with it is, as error messages say it.
         made: what happened to such a model.
         title: what `inspect` calls it.
-        is_efficient: its experts are small beside what they share, and trained alone unless one asks for more.
-        trained: parts of the names of tensors that are trained then.
-        closed: ends of the names of those that are gone once they are trained.
+        closed: ends of the names of tensors that are gone once the model is trained.
         whole: what of it can only be trained in one piece, in words.
         experts: per layer, or linear layer.
     """
@@ -68,8 +66,6 @@ class CustomModule(BaseModel, ABC):
     what: ClassVar[str]
     made: ClassVar[str]
     title: ClassVar[str]
-    is_efficient: ClassVar[bool] = False
-    trained: ClassVar[tuple[str, ...]] = ()
     closed: ClassVar[tuple[str, ...]] = ()
     whole: ClassVar[str | None] = None
 

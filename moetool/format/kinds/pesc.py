@@ -32,8 +32,6 @@ class PescSpec(RoutedModule):
     what: ClassVar[str] = "a model whose experts are adapters (PESC), which are no feed-forward networks"
     made: ClassVar[str] = "has experts already: adapters, by PESC"
     title: ClassVar[str] = "adapters as experts (PESC)"
-    is_efficient: ClassVar[bool] = True
-    trained: ClassVar[tuple[str, ...]] = (".adapters.",)
 
     layers: Layers
     width: Count

@@ -32,8 +32,6 @@ class SimoeSpec(CustomModule):
     what: ClassVar[str] = "a model whose experts are masks on its own weights (SIMoE)"
     made: ClassVar[str] = "has experts already: masks, by SIMoE"
     title: ClassVar[str] = "interpolated experts (SIMoE)"
-    is_efficient: ClassVar[bool] = True
-    trained: ClassVar[tuple[str, ...]] = (f".{DELTA}", f".{MASKS}", f".{ROUTER}.")
     closed: ClassVar[tuple[str, ...]] = (f".{MASKS}", f".{MULTIPLIER}")
     whole: ClassVar[str | None] = "SIMoE's masks"  # under one constraint
 

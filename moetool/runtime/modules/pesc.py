@@ -62,7 +62,7 @@ class Adapters(RoutedExperts):
 class AdapterExperts(Routed):
     """A feed-forward network, and adapters on its output that a router chooses from by its input."""
 
-    is_efficient: ClassVar[bool] = PescSpec.is_efficient
+    is_efficient: ClassVar[bool] = True
 
     def __init__(self, ffn: nn.Module, hidden: int, spec: PescSpec, expected: str) -> None:
         """Build around `ffn`, on its device and in its dtype; `expected` is the path of a weight that others expect."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class InterpolatedLinear(CustomLayer):
     """A frozen linear layer with a delta that all experts share, masked by each of them (SIMoE)."""
 
-    is_efficient: ClassVar[bool] = SimoeSpec.is_efficient
+    is_efficient: ClassVar[bool] = True
     kept_wide: ClassVar[tuple[str, ...]] = ("log_phi",)
     columns: Tensor
     fixed_gates: Tensor
