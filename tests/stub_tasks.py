@@ -34,7 +34,7 @@ def stub_tasks(monkeypatch: pytest.MonkeyPatch) -> list[TaskOptions]:
     """Answer for lm-eval; returns the options of every model that was asked, as it goes."""
     seen: list[TaskOptions] = []
 
-    def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions) -> dict[str, Any]:
+    def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions, _: Any) -> dict[str, Any]:
         assert hasattr(model, "generate")
         assert tokenizer("a")["input_ids"]
         seen.append(options)

@@ -12,7 +12,7 @@ from moetool.calibration.comparable import check_same_tokens
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.job.progress import Progress, phase
+from moetool.job.progress import Progress
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import SynthesisResult
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
@@ -76,8 +76,7 @@ def _on_tasks(checkpoint: Checkpoint, opened: OpenTasks, options: TaskOptions, p
 
     model, synthesis = load_to_evaluate(checkpoint, options, progress)
     progress.log(f"Asking {checkpoint.source} {', '.join(options.tasks)}.")
-    with phase(progress, "Tasks", 0):
-        scores = task_scores(asked(opened, model, load_tokenizer(checkpoint.path), options))
+    scores = task_scores(asked(opened, model, load_tokenizer(checkpoint.path), options, progress))
     return TasksEvaluated(
         scores=[*scores, *group_means(scores, options.tasks)],
         limit=options.limit,

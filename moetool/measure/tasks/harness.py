@@ -12,7 +12,9 @@ import torch
 
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
+from moetool.job.progress import Progress
 from moetool.kernels.rounding import exact_products
+from moetool.measure.tasks.bars import told_to
 from moetool.measure.tasks.options import GROUPS, TaskOptions, expanded
 
 # Tasks whose metric is `code_eval`, which asks again whether generated code may be run.
@@ -58,8 +60,8 @@ def open_tasks(options: TaskOptions) -> OpenTasks:
     return OpenTasks(tuple(opened.values()), manager, str(lm_eval.__version__))
 
 
-def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions) -> Mapping[str, Any]:
-    """Scores that lm-eval finds for a loaded model on the tasks.
+def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions, progress: Progress) -> Mapping[str, Any]:
+    """Scores that lm-eval finds for a loaded model on the tasks; `progress` shows how many it was asked.
 
     Raises:
         InvalidInputError: a task cannot be asked of it.
@@ -67,7 +69,7 @@ def asked(opened: OpenTasks, model: Any, tokenizer: Any, options: TaskOptions) -
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with _calm(), _code_allowed(options.confirm_run_unsafe_code):
+    with _calm(), told_to(progress), _code_allowed(options.confirm_run_unsafe_code):
         try:
             found = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch_size),
