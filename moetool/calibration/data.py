@@ -167,8 +167,8 @@ def check_data(data: str, *, own: bool = False) -> None:
 
     Raises:
         UsageError: it cannot be parsed, or is the model's own text where there is none.
-        InvalidInputError: a source is missing, unreadable or of an unknown kind, lacks the column, or has a name that
-            no data set of the hub can have.
+        InvalidInputError: a source is missing, unreadable, empty or of an unknown kind, lacks the column, or has a name
+            that no data set of the hub can have.
     """
     for spec in parse_data(data):
         path = local_path(spec.source)
@@ -182,6 +182,8 @@ def check_data(data: str, *, own: bool = False) -> None:
                 raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
             for file in files[:_LOOKED_AT]:
                 _check_file(file, spec.column)
+            if not any(file.stat().st_size for file in files):
+                raise InvalidInputError(f"{spec.source} is empty: it holds no record and no text.")
         elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
             raise InvalidInputError(f"No such file or folder: {spec.source}.")
         else:

@@ -16,7 +16,7 @@ from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
 from moetool.calibration.mixing import MixedSources, TextCounts, shared_out, taking_turns
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.calibration.readable import BundledWindows, readable_text
-from moetool.checkpoint.names import CONFIG, has_vocabulary
+from moetool.checkpoint.names import CONFIG, check_has_tokenizer
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
@@ -310,8 +310,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     name = str(directory) if local else str(path)
     if not local and (isinstance(path, Path) or looks_local(name)):
         raise InvalidInputError(f"No such directory: {path}.")
-    if local and not has_vocabulary(directory):
-        raise InvalidInputError(f"No tokenizer in {path}: copy tokenizer.json and tokenizer_config.json there.")
+    if local:
+        check_has_tokenizer(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
         tokenizer("some text", add_special_tokens=False, verbose=False)  # some nonsense in files only shows here

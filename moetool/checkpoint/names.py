@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from moetool.errors import InvalidInputError
+
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,6 +27,12 @@ def has_vocabulary(directory: Path) -> bool:
     return any(
         file.name.startswith(stems) or file.name.endswith((".model", ".tiktoken")) for file in directory.iterdir()
     )
+
+
+def check_has_tokenizer(directory: Path) -> None:
+    """Raise `InvalidInputError` unless a directory holds the files of a tokenizer, by their names."""
+    if not has_vocabulary(directory):
+        raise InvalidInputError(f"No tokenizer in {directory}: copy tokenizer.json and tokenizer_config.json there.")
 
 
 def sidecars_in(root: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moetool.calibration.data import check_data
 from moetool.checkpoint.files import storage_errors
+from moetool.checkpoint.names import check_has_tokenizer
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.plan import fingerprint
@@ -18,13 +19,16 @@ def check_job(stage: AnyStage, directory: Path) -> None:
 
     Raises:
         UsageError: the directory is the input or the text, or inside or around one of them.
-        InvalidInputError: a text is missing, of an unknown kind, or without its column.
+        InvalidInputError: a text is missing, empty, of an unknown kind, or without its column; or there is a text, and
+            no tokenizer for it.
         ResourceError: the file system takes no file there.
     """
     _refuse_self(stage.source.checkpoint.path, directory, "the input")
     for path in stage.reads():
         _refuse_self(path, directory, f"{path}, which this job reads")
-    for data in stage.texts():
+    if texts := stage.texts():
+        check_has_tokenizer(stage.source.checkpoint.path)
+    for data in texts:
         check_data(data, own=data == getattr(stage.options, "calibration", None))
     there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
     with storage_errors(directory), tempfile.TemporaryFile(dir=there):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def whole_mixtral(directory: Path) -> int:
     encoded = json.dumps(header).encode()
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.model").touch()
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + position)
@@ -273,3 +275,20 @@ def test_a_published_model_in_four_bits_from_its_config_alone(run_cli: Any, tmp_
     beside = plan["decoded_bytes"] - 2 * experts
     assert experts * 2 / 8 + beside < plan["output_bytes"] < experts * 2.3 / 8 + beside
     assert "note" not in plan  # it is smaller
+
+
+@pytest.mark.parametrize("command", [("compress", "--ratio", 0.5), ("tune",)])
+def test_a_text_needs_words_and_a_tokenizer(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    """Both are seen before the run, which would end at them after its plan was called good."""
+    name, *options = command
+    option = "--data" if name == "tune" else "--calibration"
+    empty, wordless = tmp_path / "empty.txt", shutil.copytree(tiny_mixtral, tmp_path / "wordless")
+    empty.touch()
+    for file in wordless.glob("tokenizer*"):
+        file.unlink()
+    for source, text, said in ((tiny_mixtral, empty, "empty.txt is empty"), (wordless, tiny_text, "No tokenizer in")):
+        result = run_cli(name, source, tmp_path / "out", *options, option, text, "--dry-run")
+        assert result.code == 3, result.stdout
+        assert said in result.stderr
