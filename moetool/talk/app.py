@@ -25,14 +25,16 @@ from moetool.job.options import context_length
 from moetool.job.progress import Progress
 from moetool.measure.generation import load_to_generate, only_numbers, open_to_generate
 from moetool.talk.options import ServeOptions
+from moetool.talk.requests import Chat, Completion, Response, check_request
+from moetool.talk.requests import Request as Asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_HANDLERS = {
-    "chat_handler": ChatCompletionHandler,
-    "completion_handler": CompletionHandler,
-    "response_handler": ResponseHandler,
+_HANDLERS: dict[str, tuple[Any, type[Asked]]] = {
+    "chat_handler": (ChatCompletionHandler, Chat),
+    "completion_handler": (CompletionHandler, Completion),
+    "response_handler": (ResponseHandler, Response),
 }
 _LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"}
 _NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text to /v1/completions') }}"
@@ -68,13 +70,29 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     model = load_to_generate(checkpoint, options, progress)[0]
     _keep_to_context(model, context_length(checkpoint.settings))
     manager, state = LoadedModel(name, model, tokenizer), GenerationState()
-    served = {kind: handler(model_manager=manager, generation_state=state) for kind, handler in _HANDLERS.items()}
+    served = {
+        kind: _checking(handler(model_manager=manager, generation_state=state), asked)
+        for kind, (handler, asked) in _HANDLERS.items()
+    }
     left_out = {kind: None for kind in inspect.signature(build_server).parameters if kind.endswith("_handler")}
     app = build_server(manager, generation_state=state, **{**left_out, **served})
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) not in _LEFT_OUT]
     for kind in (MoetoolError, TemplateError):
         app.add_exception_handler(kind, _refuse)
     return app
+
+
+def _checking(handler: Any, asked: type[Asked]) -> Any:
+    """Let a handler refuse requests whose fields it would fail at."""
+    handle = handler.handle_request
+
+    @functools.wraps(handle)
+    async def checked(body: dict[str, Any], request_id: str) -> Any:
+        check_request(asked, body)
+        return await handle(body, request_id)
+
+    handler.handle_request = checked
+    return handler
 
 
 def _keep_to_context(model: Any, context: int | None) -> None:

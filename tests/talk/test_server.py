@@ -82,6 +82,15 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
         ("/v1/completions", {"prompt": "one two three " * 2000}, r"The prompt has \d+ tokens, and the model \d+ pos"),
         ("/v1/completions", {"prompt": ""}, "The prompt is empty"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "has no chat template"),
+        ("/v1/chat/completions", {"messages": []}, "messages: .*at least 1"),
+        ("/v1/chat/completions", {"model": None}, "messages: Field required"),
+        ("/v1/chat/completions", {"messages": [{"content": "hi"}]}, r"messages\.0\.role: Field required"),
+        ("/v1/responses", {"max_output_tokens": 2}, "input: Field required"),
+        ("/v1/completions", {"prompt": [1, 2]}, "prompt: .*string"),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0}, "max_tokens: .*greater than or equal to 1"),
+        ("/v1/completions", {"prompt": PROMPT, "temperature": -1}, "temperature: .*greater than or equal to 0"),
+        ("/v1/completions", {"prompt": PROMPT, "seed": "a"}, "seed: .*integer"),
+        ("/v1/completions", {"prompt": PROMPT, "n": 3}, "n: "),
     ],
 )
 def test_what_cannot_be_answered(ask: Ask, route: str, body: dict[str, object], said: str) -> None:

@@ -1,0 +1,58 @@
+"""Fields of requests to `moetool serve`, in OpenAI's words: types and ranges of those that are read."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from moetool.errors import UsageError
+
+
+class Message(BaseModel):
+    """A turn of a chat, as far as every template reads it."""
+
+    role: str
+    content: str | list[dict[str, object]] | None = None
+
+
+class Request(BaseModel):
+    """What requests of all routes can ask of generation; other fields are left to transformers."""
+
+    n: Literal[1] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    frequency_penalty: float | None = Field(None, gt=-1, allow_inf_nan=False)  # 1 more divides repeated tokens' logits
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+
+
+class Completion(Request):
+    """Body of `/v1/completions`."""
+
+    prompt: str
+
+
+class Chat(Request):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+class Response(Request):
+    """Body of `/v1/responses`."""
+
+    input: str | list[dict[str, object]]
+    max_output_tokens: int | None = Field(None, ge=1)
+
+
+def check_request(kind: type[Request], body: Mapping[str, object]) -> None:
+    """Raise `UsageError` for a body that lacks a field, or has one of another type or out of range."""
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{field}: {first['msg']}.") from error
