@@ -25,16 +25,15 @@ from moetool.job.options import context_length
 from moetool.job.progress import Progress
 from moetool.measure.generation import load_to_generate, only_numbers, open_to_generate
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import Chat, Completion, Response, check_request
-from moetool.talk.requests import Request as Asked
+from moetool.talk.requests import AskedChat, AskedCompletion, AskedFor, AskedResponse, check_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_HANDLERS: dict[str, tuple[Any, type[Asked]]] = {
-    "chat_handler": (ChatCompletionHandler, Chat),
-    "completion_handler": (CompletionHandler, Completion),
-    "response_handler": (ResponseHandler, Response),
+_HANDLERS: dict[str, tuple[Any, type[AskedFor]]] = {
+    "chat_handler": (ChatCompletionHandler, AskedChat),
+    "completion_handler": (CompletionHandler, AskedCompletion),
+    "response_handler": (ResponseHandler, AskedResponse),
 }
 _LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"}
 _NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text to /v1/completions') }}"
@@ -82,7 +81,7 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     return app
 
 
-def _checking(handler: Any, asked: type[Asked]) -> Any:
+def _checking(handler: Any, asked: type[AskedFor]) -> Any:
     """Let a handler refuse requests whose fields it would fail at."""
     handle = handler.handle_request
 

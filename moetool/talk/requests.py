@@ -8,14 +8,14 @@ from pydantic import BaseModel, Field, ValidationError
 from moetool.errors import UsageError
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A turn of a chat, as far as every template reads it."""
 
     role: str
     content: str | list[dict[str, object]] | None = None
 
 
-class Request(BaseModel):
+class AskedFor(BaseModel):
     """What requests of all routes can ask of generation; other fields are left to transformers."""
 
     n: Literal[1] | None = None
@@ -28,27 +28,27 @@ class Request(BaseModel):
     stop: str | list[str] | None = None
 
 
-class Completion(Request):
+class AskedCompletion(AskedFor):
     """Body of `/v1/completions`."""
 
     prompt: str
 
 
-class Chat(Request):
+class AskedChat(AskedFor):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
-class Response(Request):
+class AskedResponse(AskedFor):
     """Body of `/v1/responses`."""
 
     input: str | list[dict[str, object]]
     max_output_tokens: int | None = Field(None, ge=1)
 
 
-def check_request(kind: type[Request], body: Mapping[str, object]) -> None:
+def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
     """Raise `UsageError` for a body that lacks a field, or has one of another type or out of range."""
     try:
         kind.model_validate(body)
