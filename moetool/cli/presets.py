@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
+_ENTRIES = ("command", "method", "description", "options", "variants")
+
 
 def directory() -> Path:
     """Directory of the presets that come with moetool: in the package, or `configs/` of the checkout it is run from."""
@@ -49,14 +51,18 @@ def preset_options(preset: str | None, command: str, method: str | None = None) 
     file, variant, content = _load(preset)
     if not isinstance(content, dict) or not _is_options(content.get("options")):
         raise InvalidInputError(f"{file} is not a preset: it needs a mapping `options`, from names to values.")
-    if unknown := set(content) - {"command", "method", "description", "options", "variants"}:
+    if unknown := content.keys() - set(_ENTRIES):
         listed = ", ".join(sorted(map(str, unknown)))
-        raise InvalidInputError(f"{file} has entries that a preset does not have: {listed}.")
+        raise InvalidInputError(
+            f"{file} has entries that a preset does not have: {listed}. A preset has {', '.join(_ENTRIES)}."
+        )
     for name in ("command", "method"):
         if not isinstance(content.get(name, ""), str):
             raise InvalidInputError(f"{file}: `{name}` is a name, not {repr(content[name])}.")
-    if content.get("command") != command:
-        raise InvalidInputError(f"{file} is a preset for `moetool {content.get('command')}`, not for `{command}`.")
+    if "command" not in content:
+        raise InvalidInputError(f"{file} does not say which command it is for: it needs an entry `command: {command}`.")
+    if content["command"] != command:
+        raise InvalidInputError(f"{file} is a preset for `moetool {content['command']}`, not for `{command}`.")
     if content.get("method", method) != method:
         raise InvalidInputError(f"{file} is a preset for --method {content['method']}, not for {method or command}.")
     variants = content.get("variants") or {}

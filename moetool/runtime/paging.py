@@ -117,10 +117,9 @@ def page_experts(model: "PreTrainedModel", memory: int | None = None) -> PagedEx
                 paged |= {tensor.data_ptr() for tensor in tensors}
     if not spans:
         raise InvalidInputError(
-            "No expert of this model lies in a mapped weight file, so that none can be offloaded. Experts do if "
-            "moetool has compressed them, they are larger than pages of memory, and the model runs in the dtype that "
-            "it is stored in; those of an ordinary checkpoint are put together in memory. Compress it first (moetool "
-            "compress)."
+            "No expert of this model lies in a mapped weight file, so that none can be offloaded: leave out --offload. "
+            "Experts do if `moetool compress` has made them, they are larger than pages of memory, and the model runs "
+            "in the dtype that it is stored in; all others are put together in memory."
         )
     others = {own.data_ptr(): own for own in _tensors(model) if own.data_ptr() not in paged and _lies_in(own, areas)}
     pager = PagedExperts(spans, _pages(others.values()), round(_SHARE * total_bytes()) if memory is None else memory)

@@ -76,6 +76,17 @@ def test_presets_of_other_commands(run_cli, tiny_mixtral, tmp_path):
     assert weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
+def test_a_preset_of_no_command_is_told_what_it_lacks(run_cli, tiny_mixtral, tmp_path):
+    for text, said in (
+        ("options: {ratio: 0.4}", "it needs an entry `command: compress`"),
+        ("stage: hybrid\noptions: {ratio: 0.4}", "stage. A preset has command, method, description, options, variants"),
+    ):
+        (tmp_path / "own.yaml").write_text(text)
+        result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", tmp_path / "own.yaml", "--dry-run")
+        assert result.code == 3
+        assert said in result.stderr
+
+
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_packaged_presets_are_valid(run_cli, tiny_mixtral, save_model, tiny_text, tmp_path, path):
     """Every variant of every preset names options that exist, with values they can have."""
