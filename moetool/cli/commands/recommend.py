@@ -15,7 +15,7 @@ from moetool.runtime.memory import total_bytes
 
 @builder(RecommendOptions)
 def build(
-    model: Annotated[str, typer.Argument(help="An MoE model: a directory, its config.json alone, or a hub id.")],
+    model: Annotated[str, typer.Argument(help="An MoE model: a directory (config.json is enough), or a hub id.")],
     json: AsJson = False,
     **typed: object,
 ) -> None:
