@@ -230,7 +230,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             check_tokens(torch.tensor(example.ids), settings)
         examples, held_out = texts
         assert examples is not None
-        job.progress.log(f"{len(examples.items)} examples with {examples.answer_tokens} tokens to learn.")
+        count = len(examples.items)
+        job.progress.log(f"{count} example{'s' * (count != 1)} with {examples.answer_tokens} tokens to learn.")
         if begin := opening_text(self._tokenizer, options.bos):
             job.progress.log(f"All but conversations begin with {begin}.")
         if examples.truncated:
