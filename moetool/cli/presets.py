@@ -59,7 +59,7 @@ def preset_options(preset: str | None, command: str, method: str | None = None) 
     for name in ("command", "method"):
         if not isinstance(content.get(name, ""), str):
             raise InvalidInputError(f"{file}: `{name}` is a name, not {repr(content[name])}.")
-    if "command" not in content:
+    if content.get("command") is None:
         raise InvalidInputError(f"{file} does not say which command it is for: it needs an entry `command: {command}`.")
     if content["command"] != command:
         raise InvalidInputError(f"{file} is a preset for `moetool {content['command']}`, not for `{command}`.")

@@ -406,7 +406,7 @@ PRESETS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "bad value": (2, {"options": {"ratio": "much"}}, ["--ratio much"]),
     "of another command": (3, {"command": "export"}, ["moetool export", "compress"]),
     "of another method": (3, {"method": "magic"}, ["--method magic"]),
-    "of no command": (3, {"command": None}, ["not for `compress`"]),
+    "of no command": (3, {"command": None}, ["`command: compress`"]),
     "no options": (3, {"options": None}, ["options"]),
     "unknown entry": (3, {"optoins": {}}, ["optoins"]),
     "variants that are none": (3, {"variants": ["a"]}, ["variants"]),
