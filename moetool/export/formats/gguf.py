@@ -257,7 +257,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         files.append(job.output / MODELFILE)
         write_bytes(files[-1], self._modelfile().encode())
         if self.options.proof:
-            job.loaded = prove_file(files[0], source, {tensor.type for tensor in self._tensors})
+            types = {tensor.type for tensor in self._tensors}
+            job.loaded = prove_file(files[0], source, types, chosen=coded is not None)
         layers = {
             layer: LayerTypes({tensor.name.split(".", 2)[2]: tensor.type for tensor in own})
             for layer, own in self._units()
