@@ -113,7 +113,7 @@ class StreamedOriginal:
 
     @classmethod
     def of_dense(cls, dense: DenseModel, windows: int, beside: int, options: RepairOptions) -> Self:
-        """The same of a dense model."""
+        """A dense model and so many windows, with so many bytes in memory `beside` a layer."""
         cost = CalibrationCost(windows, options.sequence_length, torch.float32.itemsize)
         memory = cost.dense_memory_bytes(dense, runs=True, calibrated=True) + beside
         return cls(dense.checkpoint, dense.architecture, memory, cost.forward_bytes(dense.hidden))

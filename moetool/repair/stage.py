@@ -108,7 +108,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _teacher(self) -> StreamedOriginal:
-        """The original before all windows."""
+        """Memory and scratch of the original as it predicts all windows, a layer at a time."""
         logits = 4 * self.options.sequence_length * self._vocabulary
         return self._student.teacher(self._windows, self._noted_bytes + _LOGITS * logits)
 

@@ -29,20 +29,20 @@ class AskedFor(BaseModel):
 
 
 class AskedCompletion(AskedFor):
-    """Body of `/v1/completions`."""
+    """Fields of a request to `/v1/completions`, which continues a prompt."""
 
     prompt: str
 
 
 class AskedChat(AskedFor):
-    """Body of `/v1/chat/completions`."""
+    """Fields of a request to `/v1/chat/completions`, which answers the turns of a chat."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
 class AskedResponse(AskedFor):
-    """Body of `/v1/responses`."""
+    """Fields of a request to `/v1/responses`, which answers a text or the turns of a chat."""
 
     input: str | list[dict[str, object]]
     max_output_tokens: int | None = Field(None, ge=1)

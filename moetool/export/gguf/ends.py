@@ -36,7 +36,7 @@ class Weighed(NamedTuple):
 
     Attributes:
         metric: `[in, in]`, of the errors of a row.
-        rows: `[vocabulary]`, how much each row counts.
+        rows: `[vocabulary]` fp64, how much each row counts.
     """
 
     metric: Tensor
@@ -52,7 +52,7 @@ class _HeadMoments:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See what enters the head, and what comes back."""
+        """Context manager in which the head's inputs, and the gradients at its outputs, are added up."""
         handle = self._head.register_forward_hook(self._see)
         try:
             yield
@@ -67,7 +67,7 @@ class _HeadMoments:
         self._energy += torch.linalg.vector_norm(gradients.flatten(0, -2).float(), dim=0).double().square()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The measurement, by the names of `Weighed`."""
+        """Return the Gram matrix and the mean squared gradients as tensors, named as the fields of `Weighed`."""
         return {"metric": self._gram.matrix(), "rows": self._energy / max(1, self._gram.count)}
 
 
@@ -156,15 +156,18 @@ def table_losses(
         carried += torch.stack(energy).cpu()
         few.append(rows[-start % step :: step])
         start += len(rows)
-    tried, losses = torch.cat(few), [0.0] * len(kinds)
-    for own, whole in zip(weighed, carried.tolist(), strict=True):
-        counts = own.rows[::step].double()
-        share = ((tried.square() @ own.metric.diagonal()).double() @ counts).item()
-        for index, kind in enumerate(kinds if share else ()):
-            errors = tried - block_codes(tried, kind, inputs).decoded().T
-            lost = ((errors @ own.metric) * errors).sum(1).clamp_min(0).double() @ counts
-            losses[index] += lost.item() * whole / share
-    return losses
+    tried = torch.cat(few)
+    shares = [((tried.square() @ own.metric.diagonal()).double() @ own.rows[::step]).item() for own in weighed]
+
+    def lost(kind: BlockType) -> float:
+        errors, total = tried - block_codes(tried, kind, inputs).decoded().T, 0.0
+        for own, whole, share in zip(weighed, carried.tolist(), shares, strict=True):
+            if share:
+                squares = ((errors @ own.metric) * errors).sum(1).clamp_min(0).double()
+                total += (squares @ own.rows[::step]).item() * whole / share
+        return total
+
+    return [lost(kind) for kind in kinds]
 
 
 def _in_rows(tensor: GgufTensor) -> Iterator[Tensor]:

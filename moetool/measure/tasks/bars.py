@@ -39,7 +39,7 @@ class _Bar:
         self.close()
 
     def update(self, steps: int = 1) -> None:
-        """Count so many steps as done."""
+        """Count `steps` requests more as answered."""
         for _ in range(steps if self in self._opened else 0):
             self._progress.advance()
 
