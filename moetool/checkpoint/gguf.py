@@ -1,67 +1,31 @@
-"""A GGUF file as an input: written as an ordinary checkpoint once, layer by layer, into a cache, as a download is.
-
-Weights are dequantized to 16 bits (a file in fp32 stays so). Config and names come from `moetool.format.gguf`, the
-tokenizer from transformers, which reads GGUF's.
-"""
+"""A GGUF file as an input: written as an ordinary checkpoint once, layer by layer, into a cache, as a download is."""
 
 import hashlib
-import json
 import logging
-import math
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from moetool.architectures import Architecture, Role, find_architecture
-from moetool.architectures.shape import by_name
 from moetool.checkpoint.header import reading
-from moetool.checkpoint.permissions import open_to_readers
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
-from moetool.format.gguf import (
-    COUNTS,
-    EXPERT_COUNT,
-    EXPERTS,
-    EXPERTS_USED,
-    FRACTIONS,
-    HEAD,
-    HEAD_WIDTHS,
-    ROPE_BASE,
-    ROPE_FACTORS,
-    SHARED_EXPERT,
-    SHARED_WIDTH,
-    WIDTH,
-    GgufFamily,
-    family_in_file,
-    gguf_library,
-    halved,
-    layer_in_file,
-)
-from moetool.format.gguf_tokenizer import CUTTINGS
 from moetool.version import __version__
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
-    from tokenizers import Tokenizer
+    pass
+
+from moetool.checkpoint.gguf_model import GgufModel
 
 _LOGGER = logging.getLogger(__name__)
 
-_INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _SAMPLES, _SAMPLE = 64, 1 << 16  # parts of a file that tell it from others, and their bytes
-_CONVERTED_BY = ("format/gguf.py", "format/gguf_tokenizer.py")  # beside this file
-_VOCABULARY = "tokenizer.ggml."
+_CONVERTED_BY = ("families", "family", "latent", "recurrent", "sigmoid", "softmax", "tokenizer", "words")
 
 
 def converted(file: Path, *, weights: bool = True) -> Path:
@@ -131,7 +95,9 @@ def _digest(file: Path) -> str:
     """Of a file's size, time and some of its content, and of what it is converted by: a file that was made again is
     another, and so is what another moetool or transformers makes of it."""
     digest = hashlib.sha256(f"{__version__} {version('transformers')} ".encode())
-    for source in (Path(__file__), *map(Path(__file__).parents[1].joinpath, _CONVERTED_BY)):
+    here = Path(__file__)
+    names = (here.parents[1] / "format" / "gguf" / f"{name}.py" for name in _CONVERTED_BY)
+    for source in (here, here.with_name("gguf_model.py"), *names):
         digest.update(source.read_bytes())
     with reading(file), file.open("rb") as stream:
         stat = file.stat()
@@ -140,253 +106,6 @@ def _digest(file: Path) -> str:
             stream.seek(position)
             digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class GgufModel:
-    """Contents of a GGUF file's header: entries and tensors.
-
-    Attributes:
-        file: where it lies.
-    """
-
-    file: Path
-
-    @cached_property
-    def _reader(self) -> "GGUFReader":
-        library = gguf_library()
-        try:
-            reader = library.GGUFReader(self.file)
-        except (ValueError, KeyError, IndexError, OSError, OverflowError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise InvalidInputError(
-                f"Cannot read {self.file}: it is damaged, cut short, or has numbers of an unknown type ({reason})."
-            ) from error
-        size = self.file.stat().st_size
-        for tensor in reader.tensors:
-            if tensor.data_offset + tensor.n_bytes > size:
-                raise InvalidInputError(f"{self.file} ends inside {tensor.name}: it is cut short. Download it again.")
-        return reader
-
-    @cached_property
-    def _tensors(self) -> "dict[str, ReaderTensor]":
-        return {tensor.name: tensor for tensor in self._reader.tensors}
-
-    def _field(self, key: str) -> Any:
-        """An entry of the metadata; `None` if there is none."""
-        field = self._reader.fields.get(key)
-        return None if field is None else field.contents()
-
-    def _number(self, key: str) -> Any:
-        """An entry that the architecture has to have."""
-        if (value := self._field(f"{self._start}.{key}")) is None:
-            raise InvalidInputError(f"{self.file} lacks {self._start}.{key} in its metadata.")
-        return value
-
-    @cached_property
-    def _start(self) -> str:
-        return str(self._field("general.architecture"))
-
-    @cached_property
-    def _family(self) -> GgufFamily:
-        shared = bool(self._field(f"{self._start}.{SHARED_WIDTH}"))
-        return family_in_file(self._start, is_moe=bool(self._field(f"{self._start}.{EXPERT_COUNT}")), has_shared=shared)
-
-    @cached_property
-    def _moe(self) -> Architecture | None:
-        return find_architecture(self.config) if self._family.is_moe else None
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the checkpoint that is made of the file: the file's own if that is a floating-point one, else
-        bf16."""
-        types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1}
-        types -= {"F32"} if len(types) > 1 else set()
-        return {"F32": torch.float32, "F16": torch.float16}.get(types.pop() if len(types) == 1 else "", torch.bfloat16)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all weights take once they are decoded to the checkpoint's dtype."""
-        return sum(tensor.n_elements for tensor in self._reader.tensors) * self.dtype.itemsize
-
-    @cached_property
-    def config(self) -> dict[str, object]:
-        """`config.json`. Raises `InvalidInputError` for what moetool does not read."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        family = self._family
-        entries: dict[str, object] = {
-            "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]],
-            "model_type": family.model_type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "hidden_act": "silu",
-            "tie_word_embeddings": HEAD not in self._tensors,
-        }
-        counts = {key: own for key, own in COUNTS.items() if key != "vocab_size"}
-        entries |= {key: int(self._number(own)) for key, own in counts.items()}
-        entries |= {key: _decimal(self._number(own)) for key, own in {**FRACTIONS, **family.multipliers}.items()}
-        entries["vocab_size"] = int(self._tensors["token_embd.weight"].shape[-1])
-        heads, hidden = int(self._number("attention.head_count")), int(self._number("embedding_length"))
-        entries["head_dim"] = int(self._field(f"{self._start}.{HEAD_WIDTHS[0]}") or hidden // heads)
-        entries["rope_parameters"] = self._rope()
-        if family.biases and family.model_type not in ("qwen2", "qwen2_moe"):
-            entries["attention_bias"] = layer_in_file(0, "attn_output.bias") in self._tensors
-        entries |= self._widths()
-        entries |= {key: known[0] for key, known in family.computes.items()}
-        ids = ((kind, self._field(f"{_VOCABULARY}{kind}_token_id")) for kind in ("bos", "eos"))
-        return entries | {f"{kind}_token_id": int(token) for kind, token in ids if token is not None}
-
-    def _widths(self) -> dict[str, object]:
-        family = self._family
-        found: dict[str, object] = {"intermediate_size": int(self._number(WIDTH))}
-        if not family.is_moe:
-            return found
-        found[family.experts_key] = int(self._number(EXPERT_COUNT))
-        found["num_experts_per_tok"] = int(self._number(EXPERTS_USED))
-        if family.width_key != WIDTH:
-            found["moe_intermediate_size"] = int(self._number(family.width_key))
-        if family.shared_width is not None:
-            found[family.shared_width] = int(self._number(SHARED_WIDTH))
-        return found
-
-    def _rope(self) -> dict[str, object]:
-        scaling = self._field(f"{self._start}.rope.scaling.type")
-        base = _decimal(self._field(f"{self._start}.{ROPE_BASE}") or 10000.0)
-        if scaling in (None, "none") and ROPE_FACTORS not in self._tensors:
-            return {"rope_type": "default", "rope_theta": base}
-        if scaling == "linear":
-            return {"rope_type": "linear", "rope_theta": base, "factor": _decimal(self._number("rope.scaling.factor"))}
-        raise InvalidInputError(
-            f"{self.file} has rotary embeddings of a kind ({scaling or ROPE_FACTORS}) that moetool does not read from "
-            "GGUF. Take the model's own checkpoint."
-        )
-
-    def write(self, directory: Path, *, weights: bool) -> None:
-        """Write config, tokenizer and, one file for a layer, weights; the index last."""
-        layers = int(self._number("block_count"))
-        found = {int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")}
-        if len(found) != layers or found != set(range(len(found))):
-            raise InvalidInputError(
-                f"{self.file} says that it has {layers} layers, and has tensors of {len(found)}. Download it again."
-            )
-        (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
-        self._write_tokenizer(directory)
-        if not weights:
-            return
-        total, written = 0, self.file.stat().st_mtime_ns
-        located: dict[str, str] = {}
-        for unit in range(-1, layers):
-            tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.unit(unit)}
-            shard = f"model-{unit + 2:05d}-of-{layers + 1:05d}.safetensors"
-            save_file(tensors, directory / shard, metadata={"format": "pt"})
-            open_to_readers(directory / shard)
-            os.utime(directory / shard, ns=(written, written))  # as old as what it was made of, however often it is
-            located |= dict.fromkeys(tensors, shard)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    @cached_property
-    def layers(self) -> int:
-        """Number of decoder layers, by the metadata of the file."""
-        return int(self._number("block_count"))
-
-    @cached_property
-    def heads(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values, as the metadata has them."""
-        heads = int(self._number("attention.head_count"))
-        return heads, int(self._field(f"{self._start}.attention.head_count_kv") or heads)
-
-    def unit(self, layer: int, *, known_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a layer, or (-1) of what is outside, under a checkpoint's names. Of experts whole matrices.
-        Raises `InvalidInputError` for missing tensors, and unless `known_alone` for those that moetool has no name of.
-        """
-        prefix = layer_in_file(layer, "")
-        mine = {name for name in self._tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
-        names = {own: name for name, own in self._family.names(self.layers, self._moe).items()}
-        for own in sorted(mine & names.keys()):
-            heads = self._family.turned_heads(own, *self.heads)
-            whole = self._read(own)
-            yield names[own], whole if heads is None else halved(whole, heads)
-        experts: set[str] = set()
-        if self._moe is not None and layer >= 0:
-            experts = {layer_in_file(layer, name) for name in EXPERTS.values()}
-            yield from self._experts(self._moe, layer)
-            if self._family.shared_width is not None:
-                experts |= {layer_in_file(layer, name) for name in SHARED_EXPERT.values()}
-                yield from self._shared(self._moe, layer)
-        unknown = sorted(mine - names.keys() - experts)
-        if unknown and not known_alone:
-            raise InvalidInputError(
-                f"{self.file} has a tensor {unknown[0]} ({len(unknown)} in all) that moetool does not know in a "
-                f"{self._family.model_type}."
-            )
-
-    def _experts(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
-        count = int(self._number(EXPERT_COUNT))
-
-        def matrix(role: Role, expert: int) -> Tensor:
-            return self._read(layer_in_file(layer, EXPERTS[role]), expert).to(self.dtype)
-
-        for roles in by_name(moe.weights).values():
-            if moe.is_fused:
-                joined = [torch.cat([matrix(role, expert) for role in roles]) for expert in range(count)]
-                yield moe.weight_name(layer, 0, roles[0]), torch.stack(joined)
-                continue
-            for expert in range(count):
-                yield moe.weight_name(layer, expert, roles[0]), matrix(roles[0], expert)
-
-    def _shared(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
-        for name, roles in by_name(moe.shared_expert_names(layer)).items():
-            yield name, torch.cat([self._read(layer_in_file(layer, SHARED_EXPERT[role])) for role in roles])
-
-    def _read(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor, or one of the matrices it is made of, in fp32."""
-        if (stored := self._tensors.get(name)) is None:
-            raise InvalidInputError(f"{self.file} lacks the tensor {name}.")
-        shape = tuple(reversed(stored.shape.tolist()))
-        if name.endswith("ffn_gate_inp_shexp.weight"):
-            shape = (1, math.prod(shape))
-        data, shape = (stored.data, shape) if index is None else (stored.data[index], shape[1:])
-        try:
-            numbers = gguf_library().quants.dequantize(data, stored.tensor_type)
-        except NotImplementedError as error:
-            raise InvalidInputError(f"{self.file}: {name} is stored as {stored.tensor_type.name}: {error}.") from error
-        return torch.from_numpy(numbers.astype("float32", copy=True)).view(shape)
-
-    def _write_tokenizer(self, directory: Path) -> None:
-        kind = self._field(f"{_VOCABULARY}model")
-        if kind in (None, "none", "no_vocab"):
-            return
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.file.parent, gguf_file=self.file.name)
-        except Exception as error:  # transformers knows some tokenizers only, and says so in many ways
-            reason = " ".join(str(error).split())[:200]
-            raise InvalidInputError(f"transformers cannot read the tokenizer of {self.file}: {reason}") from error
-        if kind == "gpt2":
-            self._cut_as_said(tokenizer.backend_tokenizer)
-        tokenizer.save_pretrained(directory)
-
-    def _cut_as_said(self, tokenizer: "Tokenizer") -> None:
-        """transformers knows some names only of how a text is cut, and takes the others for GPT-2's."""
-        from tokenizers import Regex, pre_tokenizers
-
-        cutting = CUTTINGS.get(str(self._field(f"{_VOCABULARY}pre")))
-        if cutting is None:
-            return
-        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
-        if cutting.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        tokenizer.model.ignore_merges = cutting.ignores_merges
-
-
-def _decimal(value: float) -> float:
-    """A fraction that was kept in fp32 as people write it: 1e-5, not 9.999999747378752e-06."""
-    return float(f"{value:.7g}")
 
 
 def is_gguf(path: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moetool.calibration.data import BUNDLED, parse_data
 from moetool.checkpoint.names import has_vocabulary
-from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
+from moetool.format.gguf.words import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
 from moetool.repair.results import RepairResult

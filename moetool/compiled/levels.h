@@ -5,7 +5,7 @@
 
 constexpr long TOGETHER = 8;  // numbers whose signs a type of points stores together
 
-// A type of blocks, as moetool/format/gguf_blocks.py describes it.
+// A type of blocks, as moetool/format/gguf/blocks.py describes it.
 struct BlockType {
   int64_t numbers, group, count;  // of a block, of those that share a scale, and of levels
   const float* levels;            // [count], ascending

@@ -19,7 +19,7 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.beside import quantizable, quantized_beside, weight_of
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
-from moetool.format.gguf import MODEL
+from moetool.format.gguf.words import MODEL
 from moetool.format.marker import moetool_entry
 from moetool.job.job import DenseSource, Source, joined_names
 from moetool.job.progress import SILENT, Progress, phase

@@ -7,7 +7,7 @@ from pydantic import Field
 from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.source import is_here, local_path
 from moetool.errors import UsageError
-from moetool.format.gguf import MODEL
+from moetool.format.gguf.words import MODEL
 from moetool.measure.options import GeneratingOptions
 
 # Options that say how moetool runs a model; llama.cpp runs GGUF files.

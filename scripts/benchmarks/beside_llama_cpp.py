@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
 from moetool.checkpoint.reader import Checkpoint
-from moetool.format.gguf import MODEL
+from moetool.format.gguf.words import MODEL
 from moetool.job.execute import run_stage
 from moetool.quiet import quiet
 from moetool.stages import stages

@@ -32,7 +32,7 @@ import moetool  # noqa: F401  (makes transformers load its checkpoints)
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf import IMATRIX, MODEL, TENSOR_TYPES
+from moetool.format.gguf.words import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.execute import run_stage
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.stages import stages

@@ -27,7 +27,7 @@ from other_text import Run, compressed, named, own_tests
 
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.format.gguf import IMATRIX, MODEL
+from moetool.format.gguf.words import IMATRIX, MODEL
 from moetool.job.execute import run_stage
 from moetool.stages import stages
 

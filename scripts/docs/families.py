@@ -17,6 +17,7 @@ from moetool.architectures.base import experts_told
 from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.listing import families_with_experts
 from moetool.errors import InvalidInputError
+from moetool.format.gguf.families import GGUF_FAMILIES
 from moetool.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +59,11 @@ transposed layer is compressed, and where experts end in a norm, the layer runs 
 Where layers hand more than hidden states to each other (GLM-5 and HY-V4 with shared indexers, as HY-V4 has by default;
 Gemma 4 with shared keys and values), calibration is refused.
 
-| family | `model_type` | what was run, or why it is refused |
-|---|---|---|
+*GGUF*: the architecture that `export --format gguf` writes for llama.cpp; a tiny random model's logits in llama.cpp are
+compared with transformers' (`tests/integration/test_cli_gguf_families.py`). {written} families have one.
+
+| family | `model_type` | what was run, or why it is refused | GGUF |
+|---|---|---|---|
 """
 
 DENSE_HEADER = """
@@ -139,11 +143,23 @@ def reason(model_type: str) -> str:
     raise AssertionError(f"{model_type} is not refused: give it a tiny config in tests/derived_families.py")
 
 
+def in_gguf(model_type: str) -> str:
+    """llama.cpp's name of the architecture; empty if moetool writes none."""
+    with quiet():
+        inner = AutoConfig.for_model(model_type).get_text_config().model_type
+    return next((one.architecture for one in GGUF_FAMILIES if one.model_type == inner), "")
+
+
 def text() -> str:
     found = list(rows())
     taken = {family for family, _, run, _ in found if run}
-    head = HEADER.format(version=transformers.__version__, count=len(families_with_experts()), taken=len(taken))
-    lines = [f"| {family} | `{name}` | {run or f'refused: {why}'} |" for family, name, run, why in found]
+    written = {name: in_gguf(name) for _, name, run, _ in found if run}
+    count, files = len(families_with_experts()), {family for family, name, run, _ in found if run and written[name]}
+    head = HEADER.format(version=transformers.__version__, count=count, taken=len(taken), written=len(files))
+    lines = [
+        f"| {family} | `{name}` | {run or f'refused: {why}'} | {written.get(name, '')} |"
+        for family, name, run, why in found
+    ]
     return head + "\n".join(lines) + "\n" + dense_text()
 
 

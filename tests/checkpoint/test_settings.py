@@ -18,11 +18,14 @@ from moetool.architectures.dense import DenseArchitecture, find_dense_architectu
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.settings import settings_of
 from moetool.errors import InvalidInputError
+from moetool.export.gguf.metadata import describe_model
 from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf import GGUF_FAMILIES, attention_heads, gguf_family
+from moetool.format.gguf.families import GGUF_FAMILIES, gguf_family
 from moetool.job.options import context_length
 from moetool.runtime.loading import model_class
 
+# Families whose layers are all alike.
+READ = {one.model_type for one in GGUF_FAMILIES if one.is_read}
 DENSE = {**dense_families.DENSE_FAMILIES, **dense_families.MOEFY_FAMILIES}
 
 
@@ -84,7 +87,8 @@ def check_common(config: dict[str, Any], model: Any, layers: Any) -> None:
     assert settings["vocab_size"] == embedding.num_embeddings
     assert settings["num_hidden_layers"] == len(layers)
     assert context_length(settings) == getattr(model.config, "max_position_embeddings", None)
-    heads, shared = attention_heads(settings)
+    heads = settings["num_attention_heads"]
+    shared = settings.get("num_key_value_heads") or heads
     for module in filter(None, map(attention_of, layers)):
         if getattr(module, "num_key_value_groups", None) is not None:
             assert heads == shared * module.num_key_value_groups
@@ -103,8 +107,11 @@ def check_metadata(config: dict[str, Any], model: Any, layers: Any) -> None:
     writer = SimpleNamespace(add_uint32=note, add_float32=note, add_string=note)
     checkpoint: Any = SimpleNamespace(config=config, path=Path(), settings=settings)
     family = gguf_family(settings)
-    experts: Any = SimpleNamespace(shape=find_architecture(config).shape) if family.is_moe else None
-    GgufSource(checkpoint, family, None, experts).describe(writer)
+    moe = find_architecture(config) if family.is_moe else None
+    experts: Any = (
+        None if moe is None else SimpleNamespace(shape=moe.shape, architecture=moe, moe_layers=moe.moe_layers)
+    )
+    describe_model(writer, GgufSource(checkpoint, family, None, experts))  # type: ignore[arg-type]
     start, attention = family.architecture, attention_of(layers[0])
     width, rotary = attention.head_dim, model.model.rotary_emb
     if settings["rope_parameters"]["rope_type"] == "default":
@@ -156,7 +163,7 @@ def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) ->
         try:
             check_moe(config, model, layers_of(model, family), family.experts_module)
             check_common(config, model, layers_of(model, family))
-            if name in {one.model_type for one in GGUF_FAMILIES}:
+            if name in READ:
                 check_metadata(config, model, layers_of(model, family))
         except AssertionError as error:
             error.add_note(f"{name} without {key}")
@@ -178,7 +185,7 @@ def test_numbers_of_dense_models_are_those_of_the_model(name: str, tmp_path: Pat
             continue  # a config, but no model
         try:
             check_common(config, model, layers_of(model, family))
-            if model_type in {one.model_type for one in GGUF_FAMILIES}:
+            if model_type in READ:
                 check_metadata(config, model, layers_of(model, family))
         except AssertionError as error:
             error.add_note(f"{name} without {key}")

@@ -11,7 +11,7 @@ from moetool.export.gguf.blocked import Blocked, first_scales, nearest_blocks
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.descent import Descent
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 
 ROWS, COLUMNS = 24, 512
 # Relative squared error of the nearest codes for normal weights, with some room: what a uniform grid of as many levels

@@ -18,7 +18,7 @@ from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends, Weighed, table_losses
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf_blocks import BLOCK_TYPES
+from moetool.format.gguf.blocks import BLOCK_TYPES
 from moetool.job.job import Source
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moetool.export.gguf.file import GgufTensor, write_gguf
-from moetool.format.gguf import gguf_library
+from moetool.format.gguf.words import gguf_library
 from moetool.job.progress import Progress
 
 UNITS = [

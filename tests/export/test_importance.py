@@ -10,7 +10,7 @@ from moetool.calibration.held_experts import ExpertRun
 from moetool.checkpoint.reader import Checkpoint
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf import interleaved
+from moetool.format.gguf.words import interleaved
 
 pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 

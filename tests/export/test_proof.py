@@ -6,7 +6,7 @@ import torch
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.proof import is_rounding
-from moetool.format.gguf_blocks import BLOCK_TYPES, NumberType
+from moetool.format.gguf.blocks import BLOCK_TYPES, NumberType
 
 
 @pytest.mark.parametrize("spread", [1, 3, 6])

@@ -11,7 +11,7 @@ from torch import Tensor
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.tensor_types import FewBits, advisable, offered_types, rounding_losses, type_lines
-from moetool.format.gguf_blocks import NumberType
+from moetool.format.gguf.blocks import NumberType
 
 
 def nothing() -> Iterator[Tensor]:

@@ -7,8 +7,9 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from moetool.errors import InvalidInputError
-from moetool.format.gguf import family_in_file, gguf_family, halved, interleaved
-from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
+from moetool.format.gguf.families import family_in_file, gguf_family
+from moetool.format.gguf.tokenizer import CUTTINGS, cutting_name, cutting_of
+from moetool.format.gguf.words import halved, interleaved
 
 
 def rules(*steps: pre_tokenizers.PreTokenizer, ignores_merges: bool = False) -> dict[str, object]:
@@ -56,6 +57,8 @@ def test_families() -> None:
     assert family_in_file("llama", is_moe=True, has_shared=False).model_type == "mixtral"
     assert family_in_file("granitemoe", is_moe=True, has_shared=True).model_type == "granitemoeshared"
     with pytest.raises(InvalidInputError, match="There is for llama, mistral"):
-        gguf_family({"model_type": "deepseek_v3"})
+        gguf_family({"model_type": "flex_olmo"})
+    with pytest.raises(InvalidInputError, match="SparseMixer"):
+        gguf_family({"model_type": "phimoe"})
     with pytest.raises(InvalidInputError, match="moetool reads granite"):
         family_in_file("mamba", is_moe=False, has_shared=False)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockType
-from moetool.format.gguf_lattices import lattice_points
-from moetool.format.gguf_parts import BlockParts
+from moetool.format.gguf.blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, BlockType
+from moetool.format.gguf.lattices import lattice_points
+from moetool.format.gguf.parts import BlockParts
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 BLOCKS = 5

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from moetool.architectures import Role
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.format.gguf import interleaved
+from moetool.format.gguf.words import interleaved
 from moetool.job.job import Source
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")

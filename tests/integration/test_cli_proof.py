@@ -7,8 +7,11 @@ import pytest
 import torch
 from checkpoints import contents
 from sampling import sampled
+from torch import Tensor
 
-from moetool.checkpoint.gguf import GgufModel
+from moetool.checkpoint.gguf_model import GgufModel
+from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf.words import interleaved
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.quantized import QuantizedLinear
 
@@ -132,7 +135,11 @@ def test_a_gguf_file_is_read_back(run_cli: Any, dense: Any, tmp_path: Path, monk
     assert 1e-4 < found["relative_error"] < 2e-2
     heads = GgufModel.heads.func(GgufModel(tmp_path / "out" / "model.gguf"))
     assert heads == (4, 2)
-    monkeypatch.setattr("moetool.export.gguf.model.attention_heads", lambda settings: (4, 4))
+
+    def turned(_: GgufSource, name: str, rows: Tensor) -> Tensor:
+        return interleaved(rows, 4) if "attn_q." in name or "attn_k." in name else rows
+
+    monkeypatch.setattr(GgufSource, "turned", turned)
     result = run_cli("export", source, tmp_path / "wrong", *export)
     assert result.code == 5, result.stderr
     assert "self_attn.k_proj" in result.stderr

@@ -32,21 +32,24 @@ from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
+from moetool.export.gguf.checking import check_idle, check_source
 from moetool.export.gguf.coded_layers import CodedLayers
 from moetool.export.gguf.coding import choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
+from moetool.export.gguf.metadata import describe_model
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.modelfile import modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
 from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
+from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
-from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType, NumberType
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType
+from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length
@@ -96,13 +99,13 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         where types are chosen embeddings and head, too."""
         if self._text is None:
             return []
-        coded = [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES]
+        coded = [tensor for tensor in self._tensors if tensor.type in BLOCK_TYPES and tensor.has_inputs]
         return [tensor for tensor in coded if layer_of(tensor.name) >= 0 or self.options.chooses_types]
 
     @cached_property
     def _tensors(self) -> list[GgufTensor]:
         """Tensors of the GGUF file to write; refuses an input that llama.cpp cannot compute."""
-        self.source.check()
+        check_source(self.source)
         return self.source.tensors(self._common, self.options.experts_type or self._common)
 
     @cached_property
@@ -158,7 +161,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         path = self.source.checkpoint.path
         if not has_tokenizer(path):
             return None
-        return read_tokenizer(path, int(self.source.config.vocab_size), self.options.pre_tokenizer)
+        vocabulary, usual = int(self.source.config.vocab_size), self.source.family.cutting
+        return read_tokenizer(path, vocabulary, self.options.pre_tokenizer, usual)
 
     def plan(self) -> Plan:
         source, tensors = self.source, self._tensors
@@ -238,7 +242,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]
-        source.check_idle()
+        check_idle(source)
         for line in self._remarks():
             job.progress.log(line)
         facts, coded, ends, details = None, None, None, GgufDetails()
@@ -337,7 +341,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         writer.add_name(source.checkpoint.path.resolve().name)
         writer.add_file_type(library.LlamaFileType[_file_type(number)])
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
-        source.describe(writer)
+        describe_model(writer, source)
         if self._tokenizer is None:
             writer.add_tokenizer_model("none")
         else:
@@ -353,11 +357,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         return modelfile(MODEL, context_length(self.source.checkpoint.settings), given, has_template=has_template)
 
     def _remarks(self) -> list[str]:
-        """Notes for the user: where llama.cpp differs from transformers on this model."""
-        config, found = self.source.config, []
-        window = getattr(config, "sliding_window", None)
-        if window and getattr(config, "use_sliding_window", True):
-            found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
+        """Notes for the user, before anything is written."""
+        found = remarks(self.source, self._types)
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
         if odd := self._fallen_back:
@@ -387,5 +388,5 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
 
 def _file_type(number: NumberType) -> str:
-    sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S"}
+    sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S", MXFP4: "_MOE"}
     return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moetool.export.gguf import compiled_blocks
 from moetool.export.gguf.lattice import nearest_in_list
-from moetool.format.gguf_blocks import BlockType
-from moetool.format.gguf_parts import BlockParts
+from moetool.format.gguf.blocks import BlockType
+from moetool.format.gguf.parts import BlockParts
 
 # Scales tried, by the share of the one that holds a group's largest number; fewer levels want smaller ones.
 _CLIPS = {

@@ -22,8 +22,8 @@ from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import GgufTensor, check_finite
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf import EXPERTS, layer_in_file
-from moetool.format.gguf_blocks import BLOCK_TYPES
+from moetool.format.gguf.blocks import BLOCK_TYPES
+from moetool.format.gguf.words import EXPERTS, layer_in_file
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.numerics.gram import Gram
@@ -63,6 +63,13 @@ class ProjectionGrams:
         if self._owner[path] == path:
             self._grams[path].add(given.flatten(0, -2))
         self._last = self._owner[path], given
+
+
+def grams_of_experts(source: GgufSource, layer: int, device: torch.device) -> InputGramCollector | None:
+    """A collector of the inputs of a layer's experts; `None` for a layer without."""
+    if source.experts is None or layer not in source.experts.moe_layers:
+        return None
+    return InputGramCollector(source.experts.shape, device)
 
 
 class CodedLayers:
@@ -111,7 +118,7 @@ class CodedLayers:
         }
         named = {path: names for path, names in named.items() if names}
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
-        experts = None if source.experts is None else InputGramCollector(source.experts.shape, job.device)
+        experts = grams_of_experts(source, layer, job.device)
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()

@@ -16,7 +16,7 @@ from moetool.export.gguf.blocked import Blocked, first_scales, fp16, inverse, ne
 from moetool.export.gguf.descent import Descent
 from moetool.export.gguf.feeding import fed_back
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf_blocks import BlockType
+from moetool.format.gguf.blocks import BlockType
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS, widest_scales
 from moetool.numerics.work import Work
 from moetool.representations.work import feeding_back

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetool.compiled import compiler
 from moetool.export.gguf.lattice import list_of, neighbors_of
-from moetool.format.gguf_blocks import BlockType
+from moetool.format.gguf.blocks import BlockType
 
 _CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor, check_finite
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf import EMBEDDINGS, HEAD
-from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
+from moetool.format.gguf.words import EMBEDDINGS, HEAD
 from moetool.job.calibrated import CalibratedJob
 from moetool.numerics.gram import Gram
 

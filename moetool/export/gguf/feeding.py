@@ -12,7 +12,7 @@ from moetool.export.gguf import compiled_blocks
 from moetool.export.gguf.blocked import Blocked, inverse, levels_of, nearest_codes
 from moetool.export.gguf.lattice import TOGETHER, best_in_list
 from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf_blocks import BlockType
+from moetool.format.gguf.blocks import BlockType
 
 _RUN = 64  # inputs between which errors are moved one by one; beyond, by products of matrices
 

@@ -16,8 +16,9 @@ from moetool.checkpoint.files import TEMPORARY, FastDigest, free_bytes, settle, 
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
 from moetool.export.gguf.coding import block_codes
-from moetool.format.gguf import EMBEDDINGS, HEAD, gguf_library
-from moetool.format.gguf_blocks import BLOCK_TYPES, WITHOUT_SUPER_BLOCKS, NumberType
+from moetool.export.gguf.mxfp4 import mxfp4_bytes
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, WITHOUT_SUPER_BLOCKS, NumberType
+from moetool.format.gguf.words import EMBEDDINGS, HEAD, gguf_library
 from moetool.job.progress import Progress
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # Numbers in a block, and its bytes.
 _BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2),
+    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "mxfp4": (32, 17),
     **{name: (kind.numbers, kind.nbytes) for name, kind in BLOCK_TYPES.items()},
 }  # fmt: skip
 _AT_ONCE = 1 << 20  # numbers that are put into blocks together
@@ -44,12 +45,14 @@ class GgufTensor:
         shape: as torch has it.
         type: of its numbers.
         parts: its rows in order, in parts whose last dimension is the whole's; or, as uint8, the bytes of its blocks.
+        has_inputs: whether a text tells what its matrices are given; the others get the nearest codes.
     """
 
     name: str
     shape: tuple[int, ...]
     type: NumberType
     parts: Callable[[], Iterator[Tensor]]
+    has_inputs: bool = True
 
     @property
     def numbers(self) -> int:
@@ -80,11 +83,16 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
     the head have at least 8 bits."""
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
-    if wanted in BLOCK_TYPES and name in (EMBEDDINGS, HEAD):
+    if name in (EMBEDDINGS, HEAD) and is_quantized(wanted):
         wanted = "q8_0"
     if shape[-1] % _BLOCKS[wanted][0]:
         wanted = WITHOUT_SUPER_BLOCKS.get(wanted, "f16")
     return "f16" if shape[-1] % _BLOCKS[wanted][0] else wanted
+
+
+def is_quantized(number: NumberType) -> bool:
+    """Whether numbers of a type share a scale."""
+    return _BLOCKS[number][0] > 1
 
 
 def data_bytes(tensors: Sequence[GgufTensor]) -> int:
@@ -242,14 +250,16 @@ def _rows(part: Tensor, number: NumberType) -> bytes:
     """Rows as they are stored, in blocks with the nearest codes unless they are blocks already."""
     if part.dtype == torch.uint8:
         return part.numpy().tobytes()
-    if (kind := BLOCK_TYPES.get(number)) is None:
+    kind = BLOCK_TYPES.get(number)
+    if kind is None and number != MXFP4:
         stored: bytes = (
             gguf_library().quants.quantize(part.detach().float().contiguous().numpy(), _code(number)).tobytes()
         )
         return stored
     rows = part.reshape(-1, part.shape[-1])
     step = max(1, _AT_ONCE // rows.shape[1])
-    return b"".join(block_codes(some, kind).tobytes().numpy().tobytes() for some in rows.split(step))
+    coded = (mxfp4_bytes(some) if kind is None else block_codes(some, kind).tobytes() for some in rows.split(step))
+    return b"".join(some.numpy().tobytes() for some in coded)
 
 
 def _padded(size: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moetool.checkpoint.files import atomically, storage_errors
-from moetool.format.gguf import gguf_library
+from moetool.format.gguf.words import gguf_library
 
 _TYPE, _DATASETS, _CHUNKS, _CHUNK_SIZE = "imatrix", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf import EXPERTS, layer_in_file
+from moetool.format.gguf.words import EXPERTS, layer_in_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LayerMoments(Collector):
             own = {name: Moments.none(1, (rows, projection.in_features), device) for name in names}
             self._modules.append((projection, list(own.values())))
             self.by_name |= own
-        if source.experts is not None:
+        if source.experts is not None and layer in source.experts.moe_layers:
             shape = source.experts.shape
             self._experts = {role: Moments.none(shape.experts, shape.matrix(role), device) for role in shape.roles}
             self._entering = shape.entering

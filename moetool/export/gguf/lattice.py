@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moetool.format.gguf_blocks import BlockType
-from moetool.format.gguf_lattices import lattice_points
+from moetool.format.gguf.blocks import BlockType
+from moetool.format.gguf.lattices import lattice_points
 
 TOGETHER = 8  # numbers whose signs are stored together
 _TRIED = {8: 8, 4: 4}  # by the numbers of a point: points about a place whose loss is computed

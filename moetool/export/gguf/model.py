@@ -3,8 +3,8 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,46 +12,38 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
+from moetool.architectures.base import Settings
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
-from moetool.export.gguf.file import GgufTensor, type_for
+from moetool.export.gguf.file import GgufTensor, is_quantized, type_for
 from moetool.format.families import architecture_of
-from moetool.format.gguf import (
-    COUNTS,
+from moetool.format.gguf.blocks import NumberType
+from moetool.format.gguf.families import gguf_family
+from moetool.format.gguf.family import Change, GgufFamily, under
+from moetool.format.gguf.words import (
     EMBEDDINGS,
-    EXPERT_COUNT,
+    EXPERT_BIASES,
     EXPERTS,
-    EXPERTS_USED,
-    FRACTIONS,
     HEAD,
-    HEAD_WIDTHS,
-    ROPE_BASE,
     ROPE_FACTORS,
     SHARED_EXPERT,
-    SHARED_WIDTH,
-    WIDTH,
-    GgufFamily,
-    attention_heads,
-    gguf_family,
     interleaved,
     layer_in_file,
 )
-from moetool.format.gguf_blocks import NumberType
 from moetool.format.kinds import custom_module
-from moetool.runtime.building import check_sizes
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
     from transformers import PreTrainedConfig
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
-_SCALINGS = ("linear", "yarn")
+ROPE_SCALINGS = ("linear", "yarn")
+WINDOWED, WHOLE = "sliding_attention", "full_attention"  # kinds of layers (`layer_types`)
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,8 @@ class GgufSource:
                 f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): llama.cpp "
                 "does not know them."
             )
-        family = gguf_family(checkpoint.settings)
+        text = model_config(config, checkpoint.path).get_text_config()
+        family = gguf_family(Settings({**checkpoint.settings, "model_type": text.model_type}))
         if not family.is_moe:
             return cls(checkpoint, family, DenseModel(checkpoint), None)
         checkpoint = decoded(checkpoint)
@@ -93,85 +86,105 @@ class GgufSource:
 
     @cached_property
     def config(self) -> "PreTrainedConfig":
-        """transformers' config, defaults filled in. Raises `InvalidInputError`."""
-        return model_config(self.checkpoint.config, self.checkpoint.path)
+        """transformers' config of the language model, defaults filled in. Raises `InvalidInputError`."""
+        return model_config(self.checkpoint.config, self.checkpoint.path).get_text_config()
 
     @property
     def layers(self) -> int:
         """Number of decoder layers, by the model's config."""
         return int(self.config.num_hidden_layers)
 
+    def layer_prefix(self, layer: int) -> str:
+        """The beginning of the names of a layer's tensors in the checkpoint, with its dot."""
+        return f"model.layers.{layer}." if self.moe is None else self.moe.layer_prefix(layer)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the language model lies in a model that sees or hears, too."""
+        return self.checkpoint.config.get("text_config") is not None
+
     @property
     def moe(self) -> Architecture | None:
         """The architecture of a model with experts; `None` for a dense model."""
         return None if self.experts is None else self.experts.architecture
 
-    def check(self) -> None:
-        """Raise `InvalidInputError` for what llama.cpp would compute otherwise, or transformers not at all."""
-        for key, known in {
-            **self.family.computes,
-            "hidden_act": ("silu", "swish"),
-            "partial_rotary_factor": (1.0,),
-        }.items():
-            value = getattr(self.config, key, known[0])
-            if value not in known:
-                raise InvalidInputError(
-                    f"config.json has {key} = {value!r}; llama.cpp's '{self.family.architecture}' computes with "
-                    f"{known[0]!r}, whatever a file says. It would be another model."
-                )
-        if self.experts is not None and self.family.leaves_out and any(map(self._is_extended, self.experts.moe_layers)):
-            raise _two_rules("they are stored on the base of the others")
-        if self.experts is not None and self.experts.moe_layers != tuple(range(self.layers)):
-            raise InvalidInputError(
-                f"{self.layers - len(self.experts.moe_layers)} of {self.layers} layers have no experts; llama.cpp's "
-                f"'{self.family.architecture}' has them in every layer."
-            )
-        self._check_attention()
-        if not self.checkpoint.is_imagined:
-            check_sizes(self.checkpoint)
+    @property
+    def dense_layers(self) -> int:
+        """How many layers without experts come first."""
+        return 0 if self.experts is None else self.experts.moe_layers[0]
 
-    def _check_attention(self) -> None:
-        config, own = self.config, self.family.architecture
-        heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
-        if self.family.is_square and heads * self.head_width != config.hidden_size:
-            raise InvalidInputError(
-                f"{heads} heads of {self.head_width} do not add up to the hidden size of {config.hidden_size}; "
-                f"llama.cpp's '{own}' has no others."
-            )
-        if groups != heads and not self.family.groups_heads:
-            raise InvalidInputError(
-                f"This model has {groups} heads of keys for {heads} of queries; llama.cpp's '{own}' has as many."
-            )
-        rope = self.rope.get("rope_type", "default")
-        if rope not in ("default", *_SCALINGS) and not (rope == "llama3" and self.family.is_interleaved):
-            raise InvalidInputError(f"llama.cpp's '{self.family.architecture}' has no rotary embeddings '{rope}'.")
+    @property
+    def heads_in_file(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values: of latent attention one, as llama.cpp computes it."""
+        heads = int(self.config.num_attention_heads)
+        if self.heads_by_layer is not None:
+            return heads, max(self.heads_by_layer)
+        return heads, 1 if self.family.is_latent else int(self.config.num_key_value_heads)
 
-    def _is_extended(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.layout(layer).is_extended
+    @property
+    def heads_by_layer(self) -> list[int] | None:
+        """Heads of keys and values of each layer, where some layers have no attention."""
+        if not self.family.varies_heads:
+            return None
+        names = self.family.in_file(self.layers, self.moe)
+        rows = {
+            layer_of(own): self.checkpoint.info(name).shape[0]
+            for name, own in names.items()
+            if own.endswith("attn_k.weight") and name in self.checkpoint.tensors
+        }
+        return [rows.get(layer, 0) // self.head_width for layer in range(self.layers)]
+
+    @property
+    def attention_interval(self) -> int:
+        """How many layers there are for one with attention, which is the last of them."""
+        kinds = list(self.config.layer_types)
+        return kinds.index(WHOLE) + 1 if WHOLE in kinds else len(kinds) + 1
+
+    @property
+    def windows(self) -> list[bool]:
+        """Whether each layer attends to a window of the text only; empty if none does."""
+        found = [kind == WINDOWED for kind in getattr(self.config, "layer_types", None) or ()]
+        return found if any(found) and getattr(self.config, "sliding_window", None) else []
 
     @property
     def rope(self) -> Mapping[str, Any]:
-        """The parameters of the rotary embeddings, as `config.json` has them."""
-        return getattr(self.config, "rope_parameters", None) or {}
+        """The parameters of the rotary embeddings, as `config.json` has them; of layers that attend to all of a text,
+        where others have parameters of their own."""
+        found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
+        return found.get(WHOLE) or found
+
+    @property
+    def rope_of_windows(self) -> Mapping[str, Any]:
+        """As `rope`, of layers that attend to a window."""
+        found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
+        return found.get(WINDOWED) or found
+
+    @property
+    def rotary_share(self) -> float:
+        """Which part of each head rotary embeddings turn."""
+        own = self.rope.get("partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None))
+        return 1.0 if own is None or self.family.is_latent else float(own)
 
     @property
     def is_tied(self) -> bool:
         """Whether the model's head shares the matrix of its embeddings."""
-        return bool(self.config.tie_word_embeddings) or "lm_head.weight" not in self.checkpoint.tensors
+        return bool(self.config.tie_word_embeddings) or self._head not in self.checkpoint.tensors
+
+    @property
+    def _head(self) -> str:
+        return under(self.moe, "lm_head.weight")
+
+    @property
+    def _embeddings(self) -> str:
+        return under(self.moe, "model.embed_tokens.weight")
 
     @property
     def idle_names(self) -> list[str]:
         """Tensors of shared experts that are left out; whether they are idle has to be seen by their numbers."""
         prefixes = tuple(
-            f"model.layers.{layer}.{start}" for layer in range(self.layers) for start in self.family.leaves_out
+            self.layer_prefix(layer) + start for layer in range(self.layers) for start in self.family.leaves_out
         )
         return [name for name in self.checkpoint.tensors if name.startswith(prefixes)]
-
-    def check_idle(self) -> None:
-        """Raise `InvalidInputError` unless shared experts that are left out give nothing."""
-        for name in self.idle_names:
-            if name.endswith("down_proj.weight") and bool(self.checkpoint.read(name).any()):
-                raise _two_rules(f"{name} is not zero")
 
     def tensors(self, common: NumberType, experts: NumberType) -> list[GgufTensor]:
         """Every tensor of the file, in its order.
@@ -183,10 +196,16 @@ class GgufSource:
         Raises:
             InvalidInputError: the checkpoint has a tensor that GGUF has no place for.
         """
-        names, found = self.family.names(self.layers, self.moe), {}
-        left_out = set(self.idle_names) | self._expert_names | ({"lm_head.weight"} if self.is_tied else set())
+        names, found = self.family.in_file(self.layers, self.moe), dict[str, GgufTensor]()
+        changed = self.family.changed(range(self.layers), self.moe)
+        if self.is_tied:
+            del names[self._head]
+        left_out = {self._head, *self.idle_names, *self._expert_names} - names.keys()
         for name, info in self.checkpoint.tensors.items():
-            if name in left_out or _COMPUTED.search(name):
+            if name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
+                continue
+            if name in changed:
+                found |= {tensor.name: tensor for tensor in self._changed(name, *changed[name], common)}
                 continue
             if (own := names.get(name)) is None:
                 raise InvalidInputError(
@@ -194,8 +213,8 @@ class GgufSource:
                 )
             found[own] = self._tensor(own, info.shape, common, partial(self._rows, name, own))
         if self.is_tied and self.family.needs_head:
-            shape = self.checkpoint.info("model.embed_tokens.weight").shape
-            found[HEAD] = self._tensor(HEAD, shape, common, partial(self._rows, "model.embed_tokens.weight", HEAD))
+            shape = self.checkpoint.info(self._embeddings).shape
+            found[HEAD] = self._tensor(HEAD, shape, common, partial(self._rows, self._embeddings, HEAD))
         if self.rope.get("rope_type") == "llama3":
             found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (self.head_width // 2,), "f32", self._rope_factors)
         if self.experts is not None:
@@ -205,13 +224,18 @@ class GgufSource:
     def projections(self, layer: int) -> dict[str, list[str]]:
         """By module of a loaded layer, GGUF's names of the matrices that lie in its weight, one below the other: those
         that can have few bits, without experts."""
-        prefix, found = f"model.layers.{layer}.", defaultdict[str, list[str]](list)
-        for name, own in self.family.names(self.layers, self.moe).items():
+        prefix, found = self.layer_prefix(layer), defaultdict[str, list[str]](list)
+        for name, own in self.family.in_file(self.layers, self.moe).items():
             if not name.startswith(prefix) or name not in self.checkpoint.tensors:
                 continue
             if type_for(own, self.checkpoint.info(name).shape, "f16") != "f32":
-                found[name.removeprefix(prefix).removesuffix(".weight")].append(own)
-        if self.moe is not None and self.shared_intermediate:
+                found[self.family.module_path(name.removeprefix(prefix))].append(own)
+        if (
+            self.moe is not None
+            and self.family.has_shared
+            and self.shared_intermediate
+            and layer in self.moe.moe_layers
+        ):
             for name, roles in by_name(self.moe.shared_expert_names(layer)).items():
                 module = name.removeprefix(prefix).removesuffix(".weight")
                 found[module] += [layer_in_file(layer, SHARED_EXPERT[role]) for role in roles]
@@ -219,7 +243,7 @@ class GgufSource:
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
         """Reorder values per row of a tensor, named as in GGUF, from the model's order of rows to the file's."""
-        heads = self.family.turned_heads(name, *attention_heads(self.checkpoint.settings))
+        heads = self.family.turned_heads(name, *self.heads_in_file)
         return rows if heads is None else interleaved(rows, heads)
 
     @property
@@ -243,9 +267,29 @@ class GgufSource:
     ) -> GgufTensor:
         return GgufTensor(name, shape, type_for(name, shape, wanted), parts)
 
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor is of no part of the language model: eyes, or layers that predict more tokens."""
+        layers = self.layer_prefix(0).removesuffix("0.")
+        if name.startswith(layers) and (number := name.removeprefix(layers).partition(".")[0]).isdecimal():
+            return int(number) >= self.layers
+        is_seen = self.is_within and name != self._head and not name.startswith(under(self.moe, "model."))
+        return is_seen or name.startswith("mtp.")
+
+    def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
+        """Tensors of the file that one of the checkpoint becomes; nothing is known of their inputs."""
+        wanted: NumberType = "q8_0" if is_quantized(common) else common
+        settings = self.config.to_dict()
+        empty = torch.empty(self.checkpoint.info(name).shape, device="meta")
+        for index, (own, shape) in enumerate(zip(owns, change.apart(settings, empty), strict=True)):
+
+            def parts(index: int = index) -> Iterator[Tensor]:
+                yield change.apart(settings, self.checkpoint.read(name))[index].contiguous()
+
+            yield replace(self._tensor(own, tuple(shape.shape), wanted, parts), has_inputs=False)
+
     def _rows(self, name: str, own: str) -> Iterator[Tensor]:
         shape = self.checkpoint.info(name).shape
-        if self.family.turned_heads(own, *attention_heads(self.checkpoint.settings)) is not None:
+        if self.family.turned_heads(own, *self.heads_in_file) is not None:
             yield self.turned(own, self.checkpoint.read(name))
             return
         step = max(1, _PART // max(1, math.prod(shape[1:])))
@@ -260,7 +304,11 @@ class GgufSource:
                 name = layer_in_file(layer, EXPERTS[role])
                 whole = (shape.experts, *shape.matrix(role))
                 found[name] = self._tensor(name, whole, experts, partial(self._matrices, reader, layer, role))
-                if self.shared_intermediate:
+                if role in shape.biases:
+                    name = layer_in_file(layer, EXPERT_BIASES[role])
+                    biases = shape.experts, shape.matrix(role)[0]
+                    found[name] = self._tensor(name, biases, "f32", partial(self._biases, reader, layer, role))
+                if self.family.has_shared and self.shared_intermediate:
                     name = layer_in_file(layer, SHARED_EXPERT[role])
                     rows, columns = shape.hidden, self.shared_intermediate
                     matrix = (rows, columns) if role == "down" else (columns, rows)
@@ -269,13 +317,25 @@ class GgufSource:
 
     @property
     def shared_intermediate(self) -> int:
-        """Number of neurons of the shared expert; 0 if the family has none."""
-        key = self.family.shared_width
-        return 0 if key is None else int(getattr(self.config, key, 0) or 0)
+        """Number of neurons of the shared expert; 0 if there is none."""
+        if self.experts is None:
+            return 0
+        if (key := self.family.shared_width) is not None:
+            return int(getattr(self.config, key, 0) or 0)
+        layer = self.experts.moe_layers[0]
+        names = {own: name for name, own in self.family.in_file(self.layers, self.moe).items()}
+        down = names.get(layer_in_file(layer, SHARED_EXPERT["down"]))
+        if down is None and self.family.has_shared:
+            down = self.experts.architecture.shared_expert_names(layer).get("down")
+        return 0 if down is None or down not in self.checkpoint.tensors else self.checkpoint.info(down).shape[1]
 
     def _matrices(self, reader: ExpertReader, layer: int, role: Role) -> Iterator[Tensor]:
         for expert in range(reader.shape.experts):
             yield reader.dense(layer, expert, role).to(reader.dtype)
+
+    def _biases(self, reader: ExpertReader, layer: int, role: Role) -> Iterator[Tensor]:
+        for expert in range(reader.shape.experts):
+            yield reader.bias(layer, expert, role)[None]
 
     def _shared(self, reader: ExpertReader, layer: int, role: Role) -> Iterator[Tensor]:
         if reader.layout(layer).is_extended:
@@ -291,46 +351,6 @@ class GgufSource:
         slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
         steps = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
         yield self.rope["rope_theta"] ** -steps / slowed
-
-    def describe(self, writer: "GGUFWriter") -> None:
-        """Write the metadata of the model itself into the library's `GGUFWriter`."""
-        config, start = self.config, self.family.architecture
-        for key, own in COUNTS.items():
-            writer.add_uint32(f"{start}.{own}", int(getattr(config, key)))
-        for key, own in {**FRACTIONS, **self.family.multipliers}.items():
-            writer.add_float32(f"{start}.{own}", float(getattr(config, key)))
-        for own in HEAD_WIDTHS:
-            writer.add_uint32(f"{start}.{own}", self.head_width)
-        self._describe_rope(writer, start)
-        if self.experts is None:
-            writer.add_uint32(f"{start}.{WIDTH}", int(config.intermediate_size))
-            return
-        shape = self.experts.shape
-        writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)
-        writer.add_uint32(f"{start}.{EXPERTS_USED}", shape.top_k)
-        writer.add_uint32(f"{start}.{self.family.width_key}", shape.intermediate)
-        if self.family.width_key != WIDTH:
-            writer.add_uint32(f"{start}.{WIDTH}", int(config.intermediate_size))
-        if self.shared_intermediate:
-            writer.add_uint32(f"{start}.{SHARED_WIDTH}", self.shared_intermediate)
-
-    def _describe_rope(self, writer: "GGUFWriter", start: str) -> None:
-        writer.add_float32(f"{start}.{ROPE_BASE}", float(self.rope.get("rope_theta", 10000.0)))
-        kind = self.rope.get("rope_type", "default")
-        if kind not in _SCALINGS:
-            return
-        writer.add_string(f"{start}.rope.scaling.type", kind)
-        writer.add_float32(f"{start}.rope.scaling.factor", float(self.rope["factor"]))
-        if kind == "yarn":
-            original = self.rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-            writer.add_uint32(f"{start}.rope.scaling.original_context_length", int(original))
-
-
-def _two_rules(reason: str) -> InvalidInputError:
-    return InvalidInputError(
-        "This model's routing weights add up to one (norm_topk_prob), and it has shared experts that are not idle "
-        f"({reason}): llama.cpp has no architecture that computes both."
-    )
 
 
 def layer_of(name: str) -> int:

@@ -7,8 +7,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from moetool.checkpoint.sizes import ByteSize
-from moetool.format.gguf import TENSOR_TYPES
-from moetool.format.gguf_blocks import NumberType
+from moetool.format.gguf.blocks import NumberType
+from moetool.format.gguf.words import TENSOR_TYPES
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.result import Details, Printed
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.recorded import Tick, spread
 from moetool.checkpoint.files import save_tensors
-from moetool.export.gguf.coded_layers import ProjectionGrams
+from moetool.export.gguf.coded_layers import ProjectionGrams, grams_of_experts
 from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import TRIED_TOKENS, Ends
 from moetool.export.gguf.file import GgufTensor
@@ -23,8 +23,8 @@ from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource, layer_of
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.tensor_types import Menu
-from moetool.format.gguf import EXPERTS, layer_in_file
-from moetool.format.gguf_blocks import BLOCK_TYPES, BlockType
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
+from moetool.format.gguf.words import EXPERTS, layer_in_file
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.numerics.work import Work, altogether
@@ -43,7 +43,7 @@ def own_menu(tensors: Sequence[GgufTensor]) -> Menu[BlockType]:
 
 def _offered(tensor: GgufTensor) -> tuple[BlockType, ...]:
     columns = tensor.shape[-1]
-    if tensor.is_always_wide or columns % 32:
+    if tensor.is_always_wide or not tensor.has_inputs or columns % 32:
         return ()
     names = _SHORT if columns % 256 else _SUPER_BLOCKS if layer_of(tensor.name) >= 0 else _TABLES
     return tuple(BLOCK_TYPES[name] for name in names)
@@ -152,7 +152,7 @@ def measure_types(
     def visit(layer: int, module: nn.Module) -> None:
         projections = {path: module.get_submodule(path) for path in source.projections(layer)}
         grams, moments = ProjectionGrams(projections, job.device), LayerMoments(source, layer, module, job.device)
-        experts = None if source.experts is None else InputGramCollector(source.experts.shape, job.device)
+        experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
             calibrated.gradient_sweep.backward(layer, module, [moments, *([] if experts is None else [experts])])
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}

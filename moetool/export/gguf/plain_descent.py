@@ -17,7 +17,7 @@ from moetool.export.gguf.blocked import (
     nearest_scales,
 )
 from moetool.export.gguf.lattice import TOGETHER, best_in_list
-from moetool.format.gguf_blocks import BlockType
+from moetool.format.gguf.blocks import BlockType
 
 
 def descend(blocked: Blocked, gram: Tensor, image: Tensor) -> None:

@@ -5,16 +5,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from moetool.checkpoint.gguf import GgufModel
+from moetool.checkpoint.gguf_model import GgufModel
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf_blocks import NumberType
+from moetool.format.gguf.blocks import NumberType
 from moetool.job.result import LoadedLayer
 
 # The most that rounding to a type takes of a matrix, ‖Δ‖ / ‖matrix‖, with room for unusual distributions.
 _ROUNDING: dict[NumberType, float] = {
     "f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2, "q6_k": 0.1, "q5_k": 0.2, "q5_1": 0.2, "q5_0": 0.2,
-    "q4_k": 0.4, "q4_1": 0.4, "q4_0": 0.4, "iq4_xs": 0.4, "iq4_nl": 0.4, "q3_k": 0.6, "iq3_s": 0.6,
+    "q4_k": 0.4, "q4_1": 0.4, "q4_0": 0.4, "mxfp4": 0.4, "iq4_xs": 0.4, "iq4_nl": 0.4, "q3_k": 0.6, "iq3_s": 0.6,
     "iq3_xxs": 0.7, "q2_k": 0.9, "iq2_s": 0.9, "iq2_xs": 1.0, "iq2_xxs": 1.2,
 }  # fmt: skip
 # Codes that make good for each other's errors go far from a matrix where few inputs carry nearly everything: 4-bit
@@ -47,13 +47,11 @@ def prove_file(file: Path, source: GgufSource, types: set[NumberType], *, chosen
     Raises:
         VerificationError: the file says something else than the model, or a matrix differs by more than rounding.
     """
-    config = source.config
     layer = 0 if source.experts is None else source.experts.moe_layers[0]
     try:
-        found = GgufModel(file)
-        heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        if found.heads != heads:
-            raise InvalidInputError(f"it has {found.heads} heads of queries and keys, the model {heads}")
+        found = GgufModel(file, source)
+        if found.heads != source.heads_in_file:
+            raise InvalidInputError(f"it has {found.heads} heads of queries and keys, the model {source.heads_in_file}")
         expected, worst = dict(_of_source(source, layer)), 0.0
         for name, tensor in found.unit(layer, known_alone=True):
             if (before := expected.get(name)) is None:
@@ -73,7 +71,7 @@ def prove_file(file: Path, source: GgufSource, types: set[NumberType], *, chosen
 
 def _of_source(source: GgufSource, layer: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a layer by name, experts in the family's own layout."""
-    reader, prefix = source.experts, f"model.layers.{layer}."
+    reader, prefix = source.experts, source.layer_prefix(layer)
     names = set() if reader is None else reader.names
     for name in source.checkpoint.tensors:
         if name.startswith(prefix) and name not in names:

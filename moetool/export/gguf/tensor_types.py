@@ -21,8 +21,8 @@ from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import layer_of
-from moetool.format.gguf import EMBEDDINGS, HEAD
-from moetool.format.gguf_blocks import BlockType
+from moetool.format.gguf.blocks import BlockType
+from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 _AT_ONCE = 1 << 22  # numbers that are rounded at a time
 

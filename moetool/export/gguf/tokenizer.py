@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.gguf_tokenizer import CUTTINGS, cutting_name, cutting_of
+from moetool.format.gguf.tokenizer import CUTTINGS, OTHER_CUTTINGS, cutting_name, cutting_of
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -72,13 +72,14 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
-def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufTokenizer:
+def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None, usual: str | None = None) -> GgufTokenizer:
     """The tokenizer of a checkpoint whose model has so many embeddings.
 
     Args:
         path: its directory.
         vocabulary: rows of the embeddings.
-        cut: llama.cpp's name of how it cuts a text, where that cannot be told from its rules.
+        cut: llama.cpp's name of how it cuts a text, if the user gives one.
+        usual: the name that published tokenizers of the model's family have, where rules do not tell.
 
     Raises:
         InvalidInputError: llama.cpp has no tokenizer of its kind, or it has more tokens than the model, special ones
@@ -112,7 +113,7 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufT
     }
     return GgufTokenizer(
         model="llama" if is_pieces else "gpt2",
-        pre="default" if is_pieces else _pre(path, rules, cut),
+        pre="default" if is_pieces else _pre(path, rules, cut, usual),
         tokens=[_as_text(text, kind) for text, kind in zip(tokens, kinds, strict=True)],
         kinds=kinds,
         scores=[_score(token, kind) for token, kind in enumerate(kinds)] if is_pieces else [],
@@ -125,15 +126,15 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None) -> GgufT
     )
 
 
-def _pre(path: Path, rules: Mapping[str, object], cut: str | None) -> str:
+def _pre(path: Path, rules: Mapping[str, object], cut: str | None, usual: str | None) -> str:
     if cut is not None:
-        if cut not in CUTTINGS:
-            raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join(CUTTINGS)}.")
+        if cut not in (*CUTTINGS, *OTHER_CUTTINGS):
+            raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}.")
         return cut
-    if (name := cutting_name(cutting_of(rules))) is None:
+    if (name := cutting_name(cutting_of(rules)) or usual) is None:
         raise InvalidInputError(
             f"The tokenizer of {path} cuts a text in a way that llama.cpp has no name for that moetool knows. "
-            f"--pre-tokenizer chooses what comes nearest: {', '.join(CUTTINGS)}."
+            f"--pre-tokenizer chooses what comes nearest: {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}."
         )
     return name
 

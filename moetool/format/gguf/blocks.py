@@ -15,14 +15,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moetool.format.gguf_lattices import pack_iq2_s, pack_iq2_xs, pack_iq2_xxs, pack_iq3_s, pack_iq3_xxs
-from moetool.format.gguf_parts import BlockParts
+from moetool.format.gguf.lattices import pack_iq2_s, pack_iq2_xs, pack_iq2_xxs, pack_iq3_s, pack_iq3_xxs
+from moetool.format.gguf.parts import BlockParts
 
 _Bytes = NDArray[np.uint8]
 NumberType = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
-    "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "q5_1", "q5_0", "q4_1", "q4_0",
+    "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4",
 ]  # fmt: skip
+MXFP4: NumberType = "mxfp4"  # whose codes are the nearest always
 _TWO, _FOUR = np.uint8(2), np.uint8(4)
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -39,7 +40,7 @@ class BlockType:
         scale_range: lowest and highest scale code.
         minimum_range: the same of minima; (0, 0) where a type has none.
         pack: bytes `[blocks, nbytes]` of blocks.
-        together: numbers whose magnitudes are a point of a list (`gguf_lattices`); 1 where each has its own code.
+        together: numbers whose magnitudes are a point of a list (`lattices`); 1 where each has its own code.
         has_even_signs: whether of 8 numbers an even count is negative.
     """
 

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from moetool.format.gguf_parts import BlockParts
+from moetool.format.gguf.parts import BlockParts
 
 _Bytes = NDArray[np.uint8]
 
@@ -20,7 +20,7 @@ _Bytes = NDArray[np.uint8]
 @cache
 def lattice_points(name: str) -> _Bytes:
     """The list of a type, `[points, 4 or 8]`: which of the type's magnitudes, counted from the smallest."""
-    from moetool.format.gguf import gguf_library
+    from moetool.format.gguf.words import gguf_library
 
     own = getattr(gguf_library().quants, name.upper())
     own.init_grid()

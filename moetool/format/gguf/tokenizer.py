@@ -50,6 +50,14 @@ CUTTINGS: Mapping[str, Cutting] = {
     "gpt-4o": Cutting(_CASED % (_CONTRACTION, _CONTRACTION) + r"\p{N}{1,3}" + _CASED_TAIL),
 }
 
+# Names whose rules are not among these: they are taken for models of families that have them, or when a user says so.
+OTHER_CUTTINGS: tuple[str, ...] = (
+    "afmoe", "bailingmoe", "bailingmoe2", "chatglm-bpe", "cohere2moe", "deepseek-coder", "deepseek-llm", "deepseek-v3",
+    "exaone", "exaone4", "exaone-moe", "falcon", "falcon3", "glm4", "hunyuan", "hunyuan-dense", "joyai-llm", "kimi-k2",
+    "laguna", "lfm2", "llama4", "mellum2", "minimax-m2", "pixtral", "qwen35", "seed-coder", "solar-open", "stablelm2",
+    "youtu",
+)  # fmt: skip
+
 
 def cutting_of(tokenizer: Mapping[str, object]) -> Cutting | None:
     """Rules by which a byte-level tokenizer cuts a text, from its `tokenizer.json`; `None` if llama.cpp has no such

@@ -1,0 +1,116 @@
+"""What keeps a model from GGUF: whatever llama.cpp would compute otherwise than transformers does."""
+
+from moetool.checkpoint.experts import ExpertReader
+from moetool.errors import InvalidInputError
+from moetool.export.gguf.model import ROPE_SCALINGS, WHOLE, GgufSource
+from moetool.runtime.building import check_sizes
+
+_LITE_LAYERS, _LITE_VOCABULARY = (26, 27), (48, 128256)  # with so many tokens
+
+
+def check_source(source: GgufSource) -> None:
+    """Raise `InvalidInputError` for what llama.cpp would compute otherwise, or transformers not at all."""
+    config, family = source.config, source.family
+    for key, (own, words) in family.choices.items():
+        if (said := getattr(config, key, None)) not in words:
+            raise InvalidInputError(f"config.json has {key} = {said!r}; llama.cpp's {own} knows no such thing.")
+    for key, known in {"hidden_act": ("silu", "swish"), **family.computes}.items():
+        if (value := getattr(config, key, known[0])) not in known:
+            raise InvalidInputError(
+                f"config.json has {key} = {value!r}; llama.cpp's '{family.architecture}' computes with {known[0]!r}, "
+                "whatever a file says. It would be another model."
+            )
+    if (reason := family.objection(config)) is not None:
+        raise InvalidInputError(
+            f"llama.cpp's '{family.architecture}' computes another model than this config.json says: {reason}."
+        )
+    if source.experts is not None:
+        _check_layers(source, source.experts)
+    _check_attention(source)
+    _check_rope(source)
+    if not source.checkpoint.is_imagined:
+        check_sizes(source.checkpoint)
+
+
+def check_idle(source: GgufSource) -> None:
+    """Raise `InvalidInputError` unless shared experts that are left out give nothing."""
+    for name in source.idle_names:
+        if name.endswith("down_proj.weight") and bool(source.checkpoint.read(name).any()):
+            raise _two_rules(f"{name} is not zero")
+
+
+def _check_layers(source: GgufSource, experts: ExpertReader) -> None:
+    family, layers, groups = source.family, source.layers, experts.architecture.groups
+    own = family.architecture
+    if family.leaves_out and any(experts.layout(layer).is_extended for layer in experts.moe_layers):
+        raise _two_rules("they are stored on the base of the others")
+    first = source.dense_layers if family.leads_dense else 0
+    if not family.mixes_layers and experts.moe_layers != tuple(range(first, layers)):
+        where = "in every layer behind the first without" if family.leads_dense else "in every layer"
+        raise InvalidInputError(
+            f"{layers - len(experts.moe_layers)} of {layers} layers have no experts; llama.cpp's '{own}' has them "
+            f"{where}."
+        )
+    if groups[0] != groups[1] and not family.groups_experts:
+        raise InvalidInputError(
+            f"A token's experts are from the best {groups[1]} of {groups[0]} groups; llama.cpp's '{own}' chooses among "
+            "groups in another way."
+        )
+
+
+def _check_attention(source: GgufSource) -> None:
+    config, family = source.config, source.family
+    own, layers = family.architecture, range(1, source.layers + 1)
+    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
+    if family.is_square and heads * source.head_width != config.hidden_size:
+        raise InvalidInputError(
+            f"{heads} heads of {source.head_width} do not add up to the hidden size of {config.hidden_size}; "
+            f"llama.cpp's '{own}' has no others."
+        )
+    if groups != heads and not family.groups_heads:
+        raise InvalidInputError(
+            f"This model has {groups} heads of keys for {heads} of queries; llama.cpp's '{own}' has as many."
+        )
+    period = family.window_period
+    if period and source.windows != [layer % period != 0 for layer in layers]:
+        raise InvalidInputError(
+            f"llama.cpp's '{own}' lets every {period}th layer attend to all of a text and the others to a window; the "
+            "layers of this model (layer_types) do otherwise."
+        )
+    if family.attention_interval is not None:
+        every = source.attention_interval
+        if [kind == WHOLE for kind in config.layer_types] != [layer % every == 0 for layer in layers]:
+            raise InvalidInputError(
+                f"llama.cpp's '{own}' has attention in every so many layers; the layers of this model (layer_types) "
+                "have it otherwise."
+            )
+    if family.is_latent and family.is_lite_by_layers:
+        size = source.layers, int(config.vocab_size)
+        if (source.layers in _LITE_LAYERS or size == _LITE_VOCABULARY) != (config.q_lora_rank is None):
+            raise InvalidInputError(
+                f"q_lora_rank is {config.q_lora_rank!r} in a model of {source.layers} layers; llama.cpp's '{own}' "
+                "expects the opposite of models with so many."
+            )
+
+
+def _check_rope(source: GgufSource) -> None:
+    family, rope = source.family, source.rope
+    own, kind = family.architecture, rope.get("rope_type", "default")
+    if source.rotary_share != 1 and not family.is_partial:
+        raise InvalidInputError(
+            f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
+        )
+    if kind not in ("default", *ROPE_SCALINGS) and not (kind == "llama3" and family.is_interleaved):
+        raise InvalidInputError(f"llama.cpp's '{own}' has no rotary embeddings '{kind}'.")
+    bases = {rope.get("rope_theta"), source.rope_of_windows.get("rope_theta")}
+    if source.windows and family.windows_turn_alike and len(bases) > 1:
+        raise InvalidInputError(
+            f"Rotary embeddings have another base in layers with a window; llama.cpp's '{own}' has one for all."
+        )
+
+
+def _two_rules(reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        "This model's routing weights add up to one (norm_topk_prob), and it has shared experts that are not idle "
+        f"({reason}): llama.cpp has no architecture that computes both."
+    )

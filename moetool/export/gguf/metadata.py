@@ -1,0 +1,121 @@
+"""What a GGUF file says of its model: sizes, how its layers compute, rotary embeddings."""
+
+from typing import TYPE_CHECKING
+
+from moetool.export.gguf.model import ROPE_SCALINGS, GgufSource
+from moetool.format.gguf.words import (
+    COUNTS,
+    DENSE_LAYERS,
+    EXPERT_COUNT,
+    EXPERTS_USED,
+    FRACTIONS,
+    GROUPS,
+    HEAD_WIDTHS,
+    ROPE_BASE,
+    SHARED_WIDTH,
+    WIDTH,
+)
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
+    """Write the metadata of the model itself into the library's `GGUFWriter`."""
+    config, family, start = source.config, source.family, source.family.architecture
+    heads = dict(zip(("num_attention_heads", "num_key_value_heads"), source.heads_in_file, strict=True))
+    for key, own in {**COUNTS, **family.counts}.items():
+        if key == "num_key_value_heads" and source.heads_by_layer is not None:
+            writer.add_array(f"{start}.{own}", source.heads_by_layer)
+        elif (value := heads.get(key, getattr(config, key, None))) is not None:
+            writer.add_uint32(f"{start}.{own}", int(value))
+    for key, own in {**FRACTIONS, **family.multipliers}.items():
+        if (value := getattr(config, key, None)) is not None:
+            writer.add_float32(f"{start}.{own}", float(value))
+    for key, own in family.flags.items():
+        writer.add_bool(f"{start}.{own}", bool(getattr(config, key)))
+    for own, (one, other) in family.products.items():
+        writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) * int(getattr(config, other)))
+    said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
+    for own, value in {**family.fixed, **said}.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"{start}.{own}", value)
+    if family.has_deep_stack:
+        eyes = source.checkpoint.config.get("vision_config")
+        layers = eyes.get("deepstack_visual_indexes", ()) if isinstance(eyes, dict) else ()
+        writer.add_uint32(f"{start}.n_deepstack_layers", len(layers))
+    _describe_heads(writer, source)
+    _describe_rope(writer, source)
+    _describe_windows(writer, source)
+    _describe_experts(writer, source)
+
+
+def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
+    config, start, width = source.config, source.family.architecture, source.head_width
+    if not source.family.is_latent:
+        widths = width, int(getattr(config, "v_head_dim", None) or width), int(width * source.rotary_share)
+        for own, channels in zip(HEAD_WIDTHS, widths, strict=True):
+            writer.add_uint32(f"{start}.{own}", channels)
+        return
+    rank, turned = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
+    writer.add_uint32(f"{start}.attention.key_length", rank + turned)
+    writer.add_uint32(f"{start}.attention.value_length", rank)
+    writer.add_uint32(f"{start}.attention.key_length_mla", int(config.qk_nope_head_dim) + turned)
+
+
+def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
+    rope, start = source.rope, source.family.architecture
+    writer.add_float32(f"{start}.{ROPE_BASE}", float(rope.get("rope_theta", 10000.0)))
+    if source.family.axes:
+        axes = list(rope.get("mrope_section") or source.family.axes)
+        writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_SCALINGS:
+        return
+    writer.add_string(f"{start}.rope.scaling.type", kind)
+    writer.add_float32(f"{start}.rope.scaling.factor", float(rope["factor"]))
+    if kind == "yarn":
+        original = rope.get("original_max_position_embeddings") or source.config.max_position_embeddings
+        writer.add_uint32(f"{start}.rope.scaling.original_context_length", int(original))
+        for key in ("beta_fast", "beta_slow"):
+            if (value := rope.get(key)) is not None:
+                writer.add_float32(f"{start}.rope.scaling.yarn_{key}", float(value))
+        if source.family.is_latent and (share := rope.get("mscale_all_dim")):
+            writer.add_float32(f"{start}.rope.scaling.yarn_log_multiplier", 0.1 * float(share))
+
+
+def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
+    start, period = source.family.architecture, source.family.window_period
+    if period is None or not source.windows:
+        return
+    writer.add_uint32(f"{start}.attention.sliding_window", int(source.config.sliding_window))
+    if not period:
+        writer.add_array(f"{start}.attention.sliding_window_pattern", source.windows)
+    rope = source.rope_of_windows
+    writer.add_float32(f"{start}.{ROPE_BASE}_swa", float(rope["rope_theta"]))
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share)))
+
+
+def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
+    config, family, start = source.config, source.family, source.family.architecture
+    if source.experts is None:
+        writer.add_uint32(f"{start}.{WIDTH}", int(config.intermediate_size))
+        return
+    shape, moe = source.experts.shape, source.experts.architecture
+    writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)
+    writer.add_uint32(f"{start}.{EXPERTS_USED}", shape.top_k)
+    writer.add_uint32(f"{start}.{family.width_key}", shape.intermediate)
+    if family.skips_experts:
+        widths = [shape.intermediate if layer in moe.moe_layers else 0 for layer in range(source.layers)]
+        writer.add_array(f"{start}.{WIDTH}", widths)
+    elif family.width_key != WIDTH:
+        writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width, None) or shape.intermediate))
+    if family.attention_interval is not None:
+        writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
+    if source.shared_intermediate:
+        writer.add_uint32(f"{start}.{SHARED_WIDTH}", source.shared_intermediate)
+    if family.leads_dense:
+        writer.add_uint32(f"{start}.{DENSE_LAYERS}", source.dense_layers)
+    if family.groups_experts:
+        for own, number in zip(GROUPS, moe.groups, strict=True):
+            writer.add_uint32(f"{start}.{own}", number)

@@ -1,0 +1,23 @@
+"""Notes for who exports a model: where llama.cpp differs from transformers on it, and what is left out."""
+
+from collections.abc import Collection
+
+from moetool.checkpoint.stored.mxfp4 import TurnedExperts
+from moetool.export.gguf.model import GgufSource
+from moetool.format.gguf.blocks import MXFP4, NumberType
+
+
+def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
+    """Sentences on a model that is exported in these types."""
+    config, rope, found = source.config, source.rope, list[str]()
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and source.family.window_period is None:
+        found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
+    if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
+        found.append("llama.cpp rounds where YaRN begins and ends, which this model does not: logits differ slightly.")
+    if source.is_within:
+        found.append("The file has the language model alone: for pictures llama.cpp wants a second one (mmproj).")
+    stored = any(isinstance(form, TurnedExperts) for form in source.checkpoint.forms.values())
+    if stored and MXFP4 not in types:
+        found.append("The experts are published in MXFP4: --experts-type mxfp4 keeps them as they are.")
+    return found

@@ -1,0 +1,49 @@
+"""Families that llama.cpp computes, by the model type of a checkpoint and by the architecture of a GGUF file.
+
+Every one was compared with transformers' logits in llama.cpp (`tests/integration/test_cli_gguf_families.py`).
+"""
+
+from collections.abc import Mapping
+
+from moetool.architectures.base import Settings
+from moetool.errors import InvalidInputError
+from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.latent import OF_LATENT
+from moetool.format.gguf.recurrent import RECURRENT
+from moetool.format.gguf.sigmoid import OF_SIGMOID
+from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
+
+GGUF_FAMILIES: tuple[GgufFamily, ...] = (*DENSE, *OF_SOFTMAX, *OF_LATENT, *OF_SIGMOID, *RECURRENT)
+_REFUSED: Mapping[str, str] = {
+    "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "
+    "(SparseMixer) gives nearly one to each. It would be another model.",
+}
+
+
+def gguf_family(config: Settings) -> GgufFamily:
+    """The family of a model.
+
+    Raises:
+        InvalidInputError: llama.cpp does not know it, or not in this way.
+    """
+    model_type = config.get("model_type")
+    if model_type == QWEN2_MOE_RENORMALIZED.model_type and config.get("norm_topk_prob"):
+        return QWEN2_MOE_RENORMALIZED
+    for family in GGUF_FAMILIES:
+        if family.model_type == model_type:
+            return family
+    if (reason := _REFUSED.get(str(model_type))) is not None:
+        raise InvalidInputError(reason)
+    known = ", ".join(family.model_type for family in GGUF_FAMILIES)
+    raise InvalidInputError(f"There is no GGUF of moetool's for {model_type!r}. There is for {known}.")
+
+
+def family_in_file(architecture: str, *, is_moe: bool, has_shared: bool) -> GgufFamily:
+    """The family of a GGUF file, by the name of its architecture. Raises `InvalidInputError` for one not known."""
+    read = [family for family in GGUF_FAMILIES if family.is_read]
+    known = [family for family in read if family.architecture == architecture and family.is_moe == is_moe]
+    if not known:
+        names = ", ".join(sorted({family.architecture for family in read}))
+        experts = " with experts" if is_moe else ""
+        raise InvalidInputError(f"It holds a model of llama.cpp's '{architecture}'{experts}. moetool reads {names}.")
+    return next((family for family in known if has_shared == (family.shared_width is not None)), known[0])

@@ -1,0 +1,218 @@
+"""A model family as llama.cpp computes it: names of tensors in a checkpoint and in a GGUF file, and metadata.
+
+Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from moetool.architectures import Architecture
+from moetool.format.gguf.words import HEAD, SHARED_EXPERT, layer_in_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Setting = int | bool
+Config = Mapping[str, object]
+
+ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+HEAD_NORMS: Mapping[str, str] = {f"self_attn.{one}_norm.weight": f"attn_{one}_norm.weight" for one in ("q", "k")}
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": HEAD,
+}
+_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"self_attn.{module}.weight": f"{name}.weight" for module, name in ATTENTION.items()},
+}
+_DENSE = {f"mlp.{role}_proj.weight": f"ffn_{role}.weight" for role in ("gate", "up", "down")}
+_ROOT, _LAYERS = "model.", "model.layers.{layer}"
+_CHOICE_BIAS = "exp_probs_b.bias"
+
+
+def _none(_: object) -> None:
+    return None
+
+
+def under(moe: Architecture | None, name: str) -> str:
+    """A tensor's name in a checkpoint whose language model lies in another model, or is not called `model`."""
+    root = _ROOT if moe is None else moe.layer.removesuffix(_LAYERS.removeprefix(_ROOT))
+    if name.startswith(_ROOT):
+        return root + name.removeprefix(_ROOT)
+    return root.removesuffix(_ROOT) + name if root.endswith(f".{_ROOT}") else name
+
+
+def beside(module: str) -> dict[str, str]:
+    """Names of the matrices of a shared expert that nothing else of moetool knows as one."""
+    return {f"{module}.{role}_proj.weight": own for role, own in SHARED_EXPERT.items()}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor that a file has in other tensors, or with other numbers.
+
+    Attributes:
+        names: of the file's tensors, without their layer.
+        apart: makes these of the checkpoint's tensor, given the model's config.
+        together: makes the checkpoint's tensor of these.
+    """
+
+    names: tuple[str, ...]
+    apart: Callable[[Config, Tensor], Sequence[Tensor]]
+    together: Callable[[Config, Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """A family as llama.cpp computes it.
+
+    Attributes:
+        model_type: of `config.json`.
+        architecture: llama.cpp's name.
+        is_moe: whether it has layers with experts.
+        leads_dense: whether its first layers may have no experts.
+        mixes_layers: whether any layers may have no experts.
+        skips_experts: whether layers have either experts or attention or a state, not two of them.
+        varies_heads: whether a file says how many heads of keys each layer has; none, if it has no attention.
+        attention_interval: metadata key of how many layers there are for one with attention, if they take turns.
+        is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
+            transformers turns rows that are half a head apart.
+        is_partial: whether they may turn a part of each head only.
+        axes: how many pairs of a head's channels turn by time, height and width of a picture, if a config does not say;
+            of a text all are the same.
+        has_deep_stack: whether layers are given more of a picture.
+        is_latent: whether keys and values come from one small vector per token (DeepSeek's MLA).
+        is_lite_by_layers: whether llama.cpp tells by the number of layers if queries come from a small vector, too.
+        has_head_norms: whether queries and keys have norms.
+        is_square: whether heads have to add up to the hidden size.
+        groups_heads: whether there may be fewer heads of keys than of queries.
+        groups_experts: whether a token's experts may be taken from some groups of them.
+        has_shared: whether it may have a shared expert.
+        biases: attention modules that may have one.
+        needs_head: whether tied embeddings have to be there a second time, as the output matrix.
+        experts_key: config key of the number of experts.
+        width_key: metadata key of the experts' width.
+        shared_width: config key of the shared expert's, if there is one.
+        dense_width: config key of the width of layers without experts.
+        window_period: layers of which the last attends to all of a text and the others to a window of it; 0 if a file
+            says so layer by layer, `None` if llama.cpp knows no windows here.
+        windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
+        names: tensors of a layer beside those that nearly all families have, or under other names here.
+        outside: tensors outside of layers, likewise.
+        modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
+        dense: matrices of a layer without experts.
+        changes: tensors of a layer that a file has otherwise.
+        counts: further whole numbers, config keys and metadata keys, as `COUNTS`.
+        multipliers: further fractions, as `FRACTIONS`.
+        flags: further entries that are true or false.
+        products: metadata keys of whole numbers, each the product of two entries.
+        choices: metadata that says in numbers what entries say in words.
+        fixed: metadata that every file of the family has.
+        computes: config keys, and the values that llama.cpp computes, whatever a file says.
+        cutting: llama.cpp's name of how published tokenizers of the family cut a text, where their rules do not tell.
+        is_read: whether moetool reads its files, too.
+        objection: tells of a config why llama.cpp computes another model, if it does.
+        leaves_out: tensors of the layer, by beginnings of their names, that only an idle shared expert has.
+    """
+
+    model_type: str
+    architecture: str
+    is_moe: bool
+    leads_dense: bool = False
+    mixes_layers: bool = False
+    skips_experts: bool = False
+    varies_heads: bool = False
+    attention_interval: str | None = None
+    is_interleaved: bool = False
+    is_partial: bool = False
+    axes: tuple[int, ...] = ()
+    has_deep_stack: bool = False
+    is_latent: bool = False
+    is_lite_by_layers: bool = True
+    has_head_norms: bool = False
+    is_square: bool = False
+    groups_heads: bool = True
+    groups_experts: bool = False
+    has_shared: bool = False
+    biases: tuple[str, ...] = ()
+    needs_head: bool = False
+    experts_key: str = "num_local_experts"
+    width_key: str = "feed_forward_length"
+    shared_width: str | None = None
+    dense_width: str = "intermediate_size"
+    window_period: int | None = None
+    windows_turn_alike: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    dense: Mapping[str, str] = field(default_factory=lambda: _DENSE)
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    counts: Mapping[str, str] = field(default_factory=dict)
+    multipliers: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
+    fixed: Mapping[str, Setting] = field(default_factory=dict)
+    computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    cutting: str | None = None
+    is_read: bool = False
+    objection: Callable[["PreTrainedConfig"], str | None] = _none
+    leaves_out: tuple[str, ...] = ()
+
+    def in_file(self, layers: int, moe: Architecture | None) -> dict[str, str]:
+        """Map the names of a checkpoint's tensors to those of GGUF, for all tensors but those of experts and `changes`.
+
+        Args:
+            layers: of the model.
+            moe: its architecture, if it has experts.
+        """
+        mixing, prefix = (range(layers), _LAYERS) if moe is None else (moe.moe_layers, moe.layer)
+        outside = {**_OUTSIDE, **self.outside}
+        found = {under(moe, name): own for name, own in outside.items() if own and name not in self.changes}
+        for layer in range(layers):
+            inside = self._inside(moe if layer in mixing else None)
+            begin = prefix.format(layer=layer) + "."
+            found |= {begin + name: layer_in_file(layer, own) for name, own in inside.items()}
+        return found
+
+    def changed(self, layers: Collection[int], moe: Architecture | None) -> dict[str, tuple[Change, tuple[str, ...]]]:
+        """The changes of tensors outside and in these layers by the checkpoint's names, with the file's names."""
+        prefix, found = _LAYERS if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
+        for name, change in self.changes.items():
+            if name.startswith(_ROOT):
+                found[under(moe, name)] = change, change.names
+                continue
+            for layer in layers:
+                own = tuple(layer_in_file(layer, own) for own in change.names)
+                found[f"{prefix.format(layer=layer)}.{name}"] = change, own
+        return found
+
+    def _inside(self, moe: Architecture | None) -> dict[str, str]:
+        """Names in a layer, relative to it; with experts if `moe` is given."""
+        inside = _LAYER | {f"self_attn.{module}.bias": f"{ATTENTION[module]}.bias" for module in self.biases}
+        inside |= dict(HEAD_NORMS) if self.has_head_norms else {}
+        if moe is None:
+            inside |= dict(self.dense)
+        else:
+            inside[f"{moe.block}.{moe.router}"] = "ffn_gate_inp.weight"
+            inside |= dict.fromkeys(moe.router_others, _CHOICE_BIAS)
+            if self.shared_width == "shared_expert_intermediate_size":
+                inside["mlp.shared_expert_gate.weight"] = "ffn_gate_inp_shexp.weight"
+        inside |= self.names
+        return {name: own for name, own in inside.items() if name not in self.changes}
+
+    def module_path(self, name: str) -> str:
+        """The path in memory, relative to its layer, of the module with a weight of this name."""
+        path = name.removesuffix(".weight")
+        stem = next((stem for stem in self.modules if path.startswith(stem)), "")
+        return self.modules.get(stem, "") + path.removeprefix(stem)
+
+    def turned_heads(self, name: str, heads: int, groups: int) -> int | None:
+        """Heads whose rows lie in another order in a tensor of this (GGUF's) name; `None` if all lie as they were."""
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        return {"attn_q": heads, "attn_k": groups}.get(part) if self.is_interleaved else None

@@ -1,0 +1,117 @@
+"""Latent attention (DeepSeek's MLA) in GGUF: the matrix from a token's small vector to keys and values, taken apart.
+
+llama.cpp multiplies queries by the keys' half, transposed, so that only the small vector is cached.
+Source: https://github.com/ggml-org/llama.cpp, `conversion/deepseek.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moetool.format.gguf.family import Change, GgufFamily
+from moetool.format.gguf.routing import IF_RENORMALIZED, SCALED, SHARED_ONES, SIGMOID, SOFTMAX
+from moetool.format.gguf.words import EXPERT_WIDTH
+
+
+def _sizes(config: Mapping[str, object]) -> tuple[int, int]:
+    """Channels of a head's keys without rotary embeddings, and of its values."""
+    keys, values = config["qk_nope_head_dim"], config["v_head_dim"]
+    assert isinstance(keys, int)
+    assert isinstance(values, int)
+    return keys, values
+
+
+def _apart(config: Mapping[str, object], matrix: Tensor) -> list[Tensor]:
+    """`[heads · (keys + values), rank]` as `[heads, rank, keys]` and `[heads, values, rank]`."""
+    keys, values = _sizes(config)
+    by_head = matrix.reshape(-1, keys + values, matrix.shape[-1])
+    return [by_head[:, :keys].transpose(1, 2), by_head[:, keys:]]
+
+
+def _together(config: Mapping[str, object], parts: Sequence[Tensor]) -> Tensor:
+    keys, values = parts
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+_LATENT: Mapping[str, Change] = {
+    "self_attn.kv_b_proj.weight": Change(("attn_k_b.weight", "attn_v_b.weight"), _apart, _together)
+}
+_LATENT_NAMES: Mapping[str, str] = {
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+}
+_LATENT_COUNTS: Mapping[str, str] = {
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "v_head_dim": "attention.value_length_mla",
+}
+
+_DEEPSEEK_V3 = GgufFamily(
+    "deepseek_v3",
+    "deepseek2",
+    is_moe=True,
+    leads_dense=True,
+    is_latent=True,
+    groups_experts=True,
+    has_shared=True,
+    experts_key="n_routed_experts",
+    width_key=EXPERT_WIDTH,
+    names=_LATENT_NAMES,
+    changes=_LATENT,
+    counts={**_LATENT_COUNTS, **SHARED_ONES},
+    multipliers=SCALED,
+    flags=IF_RENORMALIZED,
+    fixed=SIGMOID,
+    computes={"rope_interleave": (True,), "attention_bias": (False,)},
+    cutting="deepseek-v3",
+)
+# Attention that looks closer at some tokens, which a small attention of its own points out.
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architecture="deepseek32",
+    is_lite_by_layers=False,
+    names={
+        **_LATENT_NAMES,
+        "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+        "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
+        "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
+        **{f"self_attn.indexer.k_norm.{part}": f"indexer.k_norm.{part}" for part in ("weight", "bias")},
+    },
+    counts={
+        **_LATENT_COUNTS,
+        **SHARED_ONES,
+        "index_n_heads": "attention.indexer.head_count",
+        "index_head_dim": "attention.indexer.key_length",
+        "index_topk": "attention.indexer.top_k",
+    },
+    computes={"attention_bias": (False,)},
+)
+OF_LATENT: tuple[GgufFamily, ...] = (
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, model_type="glm4_moe_lite", cutting="glm4"),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        groups_experts=False,
+        flags={},
+        fixed=SOFTMAX,
+        computes={"attention_bias": (False,)},
+        cutting="deepseek-llm",
+    ),
+    _DEEPSEEK_V32,
+    replace(_DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", cutting="glm4"),
+    replace(
+        _DEEPSEEK_V3,
+        model_type="mistral4",
+        architecture="mistral4",
+        fixed=SOFTMAX,
+        cutting="tekken",
+    ),
+)

@@ -1,0 +1,322 @@
+"""Families with layers that carry a state from token to token in the place of attention, as they are written to GGUF.
+
+Sources: https://github.com/ggml-org/llama.cpp (`conversion/qwen.py`, `conversion/granite.py`, `conversion/mamba.py`,
+`conversion/jamba.py`, `conversion/nemotron.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moetool.format.gguf.family import ATTENTION, HEAD_NORMS, Change, Config, GgufFamily, beside
+from moetool.format.gguf.routing import RENORMALIZED, SIGMOID
+from moetool.format.gguf.words import EXPERT_WIDTH, GATING
+
+_Turn = Callable[[Config, Tensor], Tensor]
+
+
+def _changed(name: str, there: _Turn, back: _Turn) -> Change:
+    """A change of one tensor into one."""
+    return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
+
+
+def _without_middle(name: str) -> Change:
+    """Kernels `[channels, 1, width]` of a convolution, which a file has as `[channels, width]`."""
+    return _changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
+
+
+def _plus_one(name: str) -> Change:
+    """The weight of a norm that multiplies by one more than it says."""
+    return _changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
+
+
+def _decay(_: Config, logarithm: Tensor) -> Tensor:
+    return -logarithm.float().exp()
+
+
+def _logarithm(_: Config, decay: Tensor) -> Tensor:
+    return (-decay).log()
+
+
+def _column(there: _Turn, back: _Turn) -> tuple[_Turn, _Turn]:
+    """The same of numbers that a file has below each other, `[numbers, 1]`."""
+    return (
+        lambda config, given: there(config, given).unsqueeze(-1),
+        lambda config, given: back(config, given.squeeze(-1)),
+    )
+
+
+def _same(_: Config, given: Tensor) -> Tensor:
+    return given
+
+
+def _numbers(config: Config, *keys: str) -> list[int]:
+    found = [config[key] for key in keys]
+    assert all(isinstance(number, int) for number in found)
+    return [int(str(number)) for number in found]
+
+
+def _heads(config: Config) -> tuple[int, int, int, int]:
+    """Of gated delta rules: heads of keys, heads of values for each, and the widths of both."""
+    keys, values, wide, own = _numbers(
+        config, "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    )
+    return keys, values // keys, wide, own
+
+
+def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
+    """Rows of queries, keys, values and gates, head by head, as all queries, keys and values, and as all gates."""
+    keys, each, wide, own = _heads(config)
+    by_head = joined.unflatten(0, (keys, -1)).split([wide, wide, each * own, each * own], dim=1)
+    queries, turned, values, gates = (part.flatten(0, 1) for part in by_head)
+    return [torch.cat([queries, turned, values]), gates]
+
+
+def _put_together(config: Config, parts: Sequence[Tensor]) -> Tensor:
+    keys, each, wide, own = _heads(config)
+    rows, gates = parts
+    all_of = rows.split([keys * wide, keys * wide, keys * each * own])
+    return torch.cat([part.unflatten(0, (keys, -1)) for part in (*all_of, gates)], dim=1).flatten(0, 1)
+
+
+def _tiled(config: Config, given: Tensor, dimension: int = 0, *, back: bool = False) -> Tensor:
+    """Heads of values one per head of keys, then the next of each, where a checkpoint has all of one head of keys
+    together."""
+    keys, each, _, _ = _heads(config)
+    sizes = (each, keys, -1) if back else (keys, each, -1)
+    whole = given.unflatten(dimension, sizes).transpose(dimension, dimension + 1)
+    return whole.flatten(dimension, dimension + 2)
+
+
+def _last_tiled(config: Config, given: Tensor, *, back: bool = False) -> Tensor:
+    """`_tiled` of the rows behind those of queries and keys."""
+    keys, _, wide, _ = _heads(config)
+    first = 2 * keys * wide
+    return torch.cat([given[:first], _tiled(config, given[first:], back=back)])
+
+
+_back = partial(partial, back=True)
+_NORMS_PLUS_ONE = {
+    name: _plus_one(own)
+    for name, own in {
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "model.norm.weight": "output_norm.weight",
+        **HEAD_NORMS,
+    }.items()
+}
+_QWEN3_NEXT = GgufFamily(
+    "qwen3_next",
+    "qwen3next",
+    is_moe=True,
+    is_partial=True,
+    has_shared=True,
+    experts_key="num_experts",
+    width_key=EXPERT_WIDTH,
+    shared_width="shared_expert_intermediate_size",
+    attention_interval="full_attention_interval",
+    names={
+        "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
+        "linear_attn.dt_bias": "ssm_dt.bias",
+        "linear_attn.norm.weight": "ssm_norm.weight",
+        "linear_attn.out_proj.weight": "ssm_out.weight",
+    },
+    changes={
+        **_NORMS_PLUS_ONE,
+        "linear_attn.A_log": _changed("ssm_a", _decay, _logarithm),
+        "linear_attn.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+        "linear_attn.in_proj_qkvz.weight": Change(("attn_qkv.weight", "attn_gate.weight"), _taken_apart, _put_together),
+    },
+    counts={
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+    },
+    products={"ssm.inner_size": ("linear_value_head_dim", "linear_num_value_heads")},
+    computes={"norm_topk_prob": (True,)},
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_NEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="qwen35moe",
+    names={"linear_attn.norm.weight": "ssm_norm.weight"},
+    changes={
+        **_NORMS_PLUS_ONE,
+        "linear_attn.A_log": _changed(
+            "ssm_a",
+            lambda config, given: _tiled(config, _decay(config, given)),
+            lambda config, given: _logarithm(config, _tiled(config, given, back=True)),
+        ),
+        "linear_attn.dt_bias": _changed("ssm_dt.bias", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_qkv.weight": _changed("attn_qkv.weight", _last_tiled, _back(_last_tiled)),
+        "linear_attn.in_proj_z.weight": _changed("attn_gate.weight", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_a.weight": _changed("ssm_alpha.weight", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_b.weight": _changed("ssm_beta.weight", _tiled, _back(_tiled)),
+        "linear_attn.conv1d.weight": _changed(
+            "ssm_conv1d.weight",
+            lambda config, given: _last_tiled(config, given.squeeze(1)),
+            lambda config, given: _last_tiled(config, given, back=True).unsqueeze(1),
+        ),
+        "linear_attn.out_proj.weight": _changed(
+            "ssm_out.weight", partial(_tiled, dimension=1), partial(_tiled, dimension=1, back=True)
+        ),
+    },
+    cutting="qwen35",
+    axes=(11, 11, 10),
+    computes={},
+)
+
+
+def _grouped_norm(groups: str, name: str) -> Change:
+    """The norm of a Mamba-2 layer, which a file has by groups."""
+    return _changed(
+        name,
+        lambda config, given: given.unflatten(0, (_numbers(config, groups)[0], -1)),
+        lambda _, given: given.flatten(),
+    )
+
+
+def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Change]]:
+    """Names and changes of the tensors of a Mamba-2 layer."""
+    names = {
+        f"{module}.in_proj.weight": "ssm_in.weight",
+        f"{module}.out_proj.weight": "ssm_out.weight",
+        f"{module}.conv1d.bias": "ssm_conv1d.bias",
+        f"{module}.dt_bias": "ssm_dt.bias",
+    }
+    changes = {
+        f"{module}.A_log": _changed("ssm_a", *_column(_decay, _logarithm)),
+        f"{module}.D": _changed("ssm_d", *_column(_same, _same)),
+        f"{module}.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+        f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
+    }
+    return names, changes
+
+
+_GRANITE_NAMES, _GRANITE_CHANGES = _mamba2("mamba", "mamba_n_groups")
+_GRANITE_HYBRID = GgufFamily(
+    "granitemoehybrid",
+    "granitehybrid",
+    is_moe=True,
+    is_interleaved=True,
+    has_shared=True,
+    varies_heads=True,
+    biases=tuple(ATTENTION),
+    shared_width="shared_intermediate_size",
+    names=_GRANITE_NAMES,
+    changes=_GRANITE_CHANGES,
+    counts={
+        "mamba_d_conv": "ssm.conv_kernel",
+        "mamba_d_state": "ssm.state_size",
+        "mamba_n_groups": "ssm.group_count",
+        "mamba_n_heads": "ssm.time_step_rank",
+    },
+    multipliers={
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+    products={"ssm.inner_size": ("mamba_n_heads", "mamba_d_head")},
+    choices={"position_embedding_type": ("rope.scaling.finetuned", {"rope": True, "nope": False, None: False})},
+)
+_JAMBA = GgufFamily(
+    "jamba",
+    "jamba",
+    is_moe=True,
+    mixes_layers=True,
+    varies_heads=True,
+    experts_key="num_experts",
+    names={
+        "pre_ff_layernorm.weight": "ffn_norm.weight",
+        "mamba.in_proj.weight": "ssm_in.weight",
+        "mamba.out_proj.weight": "ssm_out.weight",
+        "mamba.x_proj.weight": "ssm_x.weight",
+        "mamba.dt_proj.weight": "ssm_dt.weight",
+        "mamba.dt_proj.bias": "ssm_dt.bias",
+        "mamba.conv1d.bias": "ssm_conv1d.bias",
+        "mamba.D": "ssm_d",
+        **{f"mamba.{one}_layernorm.weight": f"ssm_{one}_norm.weight" for one in ("dt", "b", "c")},
+    },
+    outside={"model.norm.weight": "", "model.final_layernorm.weight": "output_norm.weight"},
+    dense={f"feed_forward.{role}_proj.weight": f"ffn_{role}.weight" for role in ("gate", "up", "down")},
+    changes={
+        "mamba.A_log": _changed("ssm_a", _decay, _logarithm),
+        "mamba.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+    },
+    counts={
+        "mamba_d_conv": "ssm.conv_kernel",
+        "mamba_d_state": "ssm.state_size",
+        "mamba_dt_rank": "ssm.time_step_rank",
+    },
+    products={"ssm.inner_size": ("mamba_expand", "hidden_size")},
+)
+_NEMOTRON_NAMES, _NEMOTRON_CHANGES = _mamba2("mixer", "n_groups")
+_NEMOTRON_H = GgufFamily(
+    "nemotron_h",
+    "nemotron_h_moe",
+    is_moe=True,
+    mixes_layers=True,
+    varies_heads=True,
+    skips_experts=True,
+    experts_key="n_routed_experts",
+    width_key=EXPERT_WIDTH,
+    names={
+        **_NEMOTRON_NAMES,
+        "norm.weight": "attn_norm.weight",
+        **beside("mixer.shared_experts"),
+        **{f"mixer.{module}.weight": f"{own}.weight" for module, own in ATTENTION.items()},
+    },
+    outside={
+        **dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight"), ""),
+        "model.embeddings.weight": "token_embd.weight",
+        "model.norm_f.weight": "output_norm.weight",
+    },
+    changes=_NEMOTRON_CHANGES,
+    counts={
+        "n_shared_experts": "expert_shared_count",
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+    },
+    multipliers={
+        "layer_norm_epsilon": "attention.layer_norm_epsilon",
+        "routed_scaling_factor": "expert_weights_scale",
+    },
+    flags={"norm_topk_prob": "expert_weights_norm"},
+    products={"ssm.inner_size": ("mamba_num_heads", "mamba_head_dim")},
+    fixed={GATING: 2},
+    computes={"mlp_hidden_act": ("relu2",), "moe_latent_size": (None,), "use_bias": (False,), "mlp_bias": (False,)},
+)
+_BY_NUMBER = ((1, "gate"), (2, "down"), (3, "up"))
+_LFM2_MOE = GgufFamily(
+    "lfm2_moe",
+    "lfm2moe",
+    is_moe=True,
+    leads_dense=True,
+    experts_key="num_experts",
+    width_key=EXPERT_WIDTH,
+    names={
+        "operator_norm.weight": "attn_norm.weight",
+        "ffn_norm.weight": "ffn_norm.weight",
+        "self_attn.out_proj.weight": "attn_output.weight",
+        **{f"self_attn.{one}_layernorm.weight": f"attn_{one}_norm.weight" for one in ("q", "k")},
+        "conv.in_proj.weight": "shortconv.in_proj.weight",
+        "conv.out_proj.weight": "shortconv.out_proj.weight",
+    },
+    outside={"model.norm.weight": "", "model.embedding_norm.weight": "token_embd_norm.weight"},
+    dense={f"feed_forward.w{index}.weight": f"ffn_{role}.weight" for index, role in _BY_NUMBER},
+    changes={"conv.conv.weight": _without_middle("shortconv.conv.weight")},
+    counts={"conv_L_cache": "shortconv.l_cache"},
+    multipliers={"norm_eps": "attention.layer_norm_rms_epsilon"},
+    fixed=SIGMOID,
+    computes={**RENORMALIZED, "routed_scaling_factor": (1.0,), "use_expert_bias": (True,), "conv_bias": (False,)},
+    varies_heads=True,
+    cutting="lfm2",
+)
+RECURRENT: tuple[GgufFamily, ...] = (_LFM2_MOE, _QWEN3_NEXT, _QWEN3_5_MOE, _GRANITE_HYBRID, _JAMBA, _NEMOTRON_H)

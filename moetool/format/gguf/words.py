@@ -1,0 +1,69 @@
+"""Words of GGUF, llama.cpp's format, that all families share: files, tensors, metadata, the order of rows.
+
+Source: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`),
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+
+from torch import Tensor
+
+from moetool.architectures import Role
+from moetool.errors import UsageError
+
+# Files of an export: the model, what llama-quantize can be told of it, and what Ollama is.
+MODEL, IMATRIX, TENSOR_TYPES, MODELFILE = "model.gguf", "imatrix.gguf", "tensor-types.txt", "Modelfile"
+
+EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")})
+SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
+    {role: f"ffn_{role}_shexp.weight" for role in ("gate", "up", "down")}
+)
+EXPERT_BIASES: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.bias" for role in ("gate", "up", "down")})
+EMBEDDINGS, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# Entries of `config.json` and keys of the metadata, after the name of the architecture: whole numbers, then fractions.
+COUNTS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_hidden_layers": "block_count",
+        "max_position_embeddings": "context_length",
+        "hidden_size": "embedding_length",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "vocab_size": "vocab_size",
+    }
+)
+FRACTIONS: Mapping[str, str] = MappingProxyType({"rms_norm_eps": "attention.layer_norm_rms_epsilon"})
+HEAD_WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+WIDTH, EXPERT_WIDTH, SHARED_WIDTH = (
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+)
+DENSE_LAYERS, GROUPS = "leading_dense_block_count", ("expert_group_count", "expert_group_used_count")
+GATING = "expert_gating_func"
+EXPERT_COUNT, EXPERTS_USED, ROPE_BASE = "expert_count", "expert_used_count", "rope.freq_base"
+
+
+def gguf_library() -> ModuleType:
+    """The library `gguf`. Raises `UsageError` where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UsageError("GGUF needs the library gguf: pip install moetool[gguf].") from error
+    return gguf
+
+
+def layer_in_file(layer: int, name: str) -> str:
+    """The name of a layer's tensor in a GGUF file, such as `blk.3.ffn_up_exps.weight`."""
+    return f"blk.{layer}.{name}"
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Rows (or entries of a bias) `[heads · width, …]` with the halves of every head interleaved, as llama.cpp turns
+    neighbours: its `LlamaModel.permute`."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halved(rows: Tensor, heads: int) -> Tensor:
+    """Undo `interleaved`: every head's even rows come first, then its odd ones."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,162 @@
+"""Tiny models of the families that go to GGUF, as llama.cpp computes them."""
+
+from typing import Any
+
+from around_families import AROUND
+from derived_families import DERIVED
+from families import build
+
+WINDOW, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "intermediate_size": 64,
+}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_DELTA_RULE = {
+    "layer_types": [LINEAR, LINEAR, WHOLE],
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+}
+
+# By name: the family, if it is another, and entries of its config.
+GGUF_MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "deepseek_v3-yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        }
+    },
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_hidden_layers": 27},
+    "deepseek_v32": {"index_topk": 64, "index_head_dim": 128},
+    "glm_moe_dsa": {"index_topk": 64, "index_head_dim": 128},
+    "glm4_moe_lite": _LATENT,
+    "mistral4": _LATENT,
+    "glm4_moe": {},
+    "solar_open": {},
+    "dots1": {"layer_types": [WHOLE] * 3, "num_key_value_heads": 4},
+    "ernie4_5_moe": {"moe_layer_end_index": 3},
+    "hunyuan_v1_moe": {},
+    "minimax_m2": {},
+    "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},
+    "hy_v3": {"moe_intermediate_size": 24, "num_experts": 6, "intermediate_size": 64, "head_dim": 8},
+    "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "layer_types": [WINDOW, WHOLE] * 2,
+        "sliding_window": 16,
+        "rope_parameters": _PLAIN_ROPE,
+    },
+    "mellum": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_local_experts": 6,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 64,
+        "layer_types": [WINDOW, WHOLE, WINDOW],
+        "sliding_window": 16,
+        "rope_parameters": {WHOLE: _PLAIN_ROPE, WINDOW: _PLAIN_ROPE},
+    },
+    "llama4_text": {"attention_chunk_size": 8192},
+    "llama4": {"attention_chunk_size": 8192},
+    "qwen3_vl_moe": {},
+    "qwen3_5_moe": {},
+    "glm4v_moe": {},
+    "cohere2_moe": {
+        "intermediate_size": 24,
+        "prefix_dense_intermediate_size": 64,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_experts": 6,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "layer_types": [WHOLE, WINDOW, WINDOW, WHOLE],
+        "sliding_window": 16,
+    },
+    "mimo_v2_flash": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 6,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "sliding_window": 16,
+    },
+    "laguna": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "head_dim": 8,
+        "layer_types": [WHOLE, WINDOW, WINDOW],
+        "sliding_window": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5_moe_text": {
+        **_DELTA_RULE,
+        "head_dim": 128,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "intermediate_size": 24,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 6,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "jamba": {
+        "intermediate_size": 64,
+        "num_experts": 6,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        "layers_block_type": [LINEAR, "moe", WHOLE, "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "head_dim": 8,
+        "intermediate_size": 64,
+    },
+}
+
+
+def gguf_model(name: str, **changes: Any) -> Any:
+    """A tiny model by its name above, with other entries of its config (of its language model's)."""
+    family, own = name.partition("-")[0], {"vocab_size": 320, **GGUF_MODELS[name], **changes}
+    if (around := AROUND.get(family)) is not None:
+        return build(family, **{**around, "text_config": {**around["text_config"], **own}})
+    return build(family, **{**DERIVED.get(family, {}), **own})

@@ -1,0 +1,175 @@
+"""`export --format gguf` of every family that it knows: what the file holds, and what llama.cpp makes of it."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load
+from families import add_prediction_layer
+from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
+from sampling import sampled
+from stored_bits import save_mxfp4
+from transformers import PreTrainedTokenizerFast
+
+gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
+
+Made = Callable[[str], Path]
+STRUCTURES = (
+    "deepseek_v3",
+    "gpt_oss",
+    "lfm2_moe",
+    "cohere2_moe",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "nemotron_h",
+    "llama4",
+)
+
+
+@pytest.fixture(scope="session")
+def model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A model with a tokenizer, by name, made when it is asked for."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, **changes: Any) -> Path:
+        if changes or name not in made:
+            path = tmp_path_factory.mktemp("gguf") / name
+            gguf_model(name, **changes).save_pretrained(path)
+            tiny_tokenizer.save_pretrained(path)
+            if changes:
+                return path
+            made[name] = path
+        return made[name]
+
+    return make
+
+
+def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
+    return run_cli("export", source, target, "--format", "gguf", *options, "--json")
+
+
+@pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
+def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
+    """Read back by moetool, the first layer with experts is the checkpoint's (`export` sees to it itself); every name
+    is in the library's list of the architecture, where it has one."""
+    result = export(run_cli, model(name), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    architecture = reader.fields["general.architecture"].contents()
+    known = {own: arch for arch, own in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture in known:
+        own = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[known[architecture]]}
+        for tensor in reader.tensors:
+            layer = tensor.name.split(".")[1]
+            base = tensor.name.removesuffix(".weight").removesuffix(".bias").replace(f".{layer}.", ".{bid}.")
+            assert base in own, tensor.name
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
+    from llama_cpp import GGML_TYPE_F32, Llama
+
+    result = export(run_cli, model(name), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    tokens = torch.randint(288, (48,), generator=torch.Generator().manual_seed(0))
+    kept = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32, "flash_attn": False}
+    threads = {"n_threads": 1, "n_threads_batch": 1}
+    file = str(tmp_path / "out" / "model.gguf")
+    llama = Llama(file, n_ctx=64, logits_all=True, verbose=False, **threads, **kept)
+    llama.eval(tokens.tolist())
+    found = torch.from_numpy(llama.scores[:48].copy())
+    llama.close()
+    expected = load(model(name))(tokens[None]).logits[0]
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
+def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, tiny_text: Path, name: str) -> None:
+    """Also of layers without experts or attention; what nothing is known of the inputs of has the nearest codes."""
+    text = "--calibration", tiny_text, "--samples", 2, "--sequence-length", 32
+    result = export(run_cli, model(name), tmp_path / "out", *text, "--target-bpw", 9)
+    assert result.code == 0, result.stderr
+    types = {
+        tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors
+    }
+    assert {"IQ4_NL", "Q5_0", "Q5_1", "Q8_0"} & set(types.values())
+    fixed = export(run_cli, model(name), tmp_path / "fixed", *text, "--type", "q4_0")
+    assert fixed.code == 0, fixed.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}, "groups"),
+        ("deepseek_v2", {"num_hidden_layers": 3}, "q_lora_rank"),
+        ("afmoe", {"layer_types": [WINDOW, WHOLE] * 2, "global_attn_every_n_layers": 2}, "every 4th layer"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
+        ("lfm2_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        (
+            "mellum",
+            {
+                "rope_parameters": {
+                    WHOLE: {"rope_type": "default", "rope_theta": 1e4},
+                    WINDOW: {"rope_type": "default", "rope_theta": 1e5},
+                }
+            },
+            "another base",
+        ),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    run_cli: Any, model: Any, tmp_path: Path, name: str, changes: dict[str, Any], said: str
+) -> None:
+    result = export(run_cli, model(name, **changes), tmp_path / "out")
+    assert result.code == 3
+    assert said in result.stderr
+    assert not (tmp_path / "out" / "model.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_more_tokens_are_left_out(run_cli: Any, model: Any, tmp_path: Path, name: str) -> None:
+    """As the hub's files have them, behind the last; llama.cpp does not compute with them."""
+    own, more = model(name, num_nextn_predict_layers=1), model(name, num_nextn_predict_layers=1)
+    add_prediction_layer(more)
+    files = []
+    for number, path in enumerate((own, more)):
+        result = export(run_cli, path, tmp_path / str(number), "--type", "f32")
+        assert result.code == 0, result.stderr
+        files.append((tmp_path / str(number) / "model.gguf").read_bytes())
+    assert len(files[0]) == len(files[1])
+
+
+def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    result = export(run_cli, model("qwen3_vl_moe"), tmp_path / "out", "--type", "f32")
+    assert "mmproj" in result.stderr
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen3vlmoe.n_deepstack_layers"].contents() == 2
+    assert fields["qwen3vlmoe.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+
+
+def test_experts_that_are_published_in_mxfp4_stay_as_they_are(
+    run_cli: Any, model: Any, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    stored = save_mxfp4(model("gpt_oss", intermediate_size=32), tmp_path / "stored")
+    tiny_tokenizer.save_pretrained(stored)
+    assert "--experts-type mxfp4" in export(run_cli, stored, tmp_path / "wide", "--type", "f32").stderr
+    result = export(run_cli, stored, tmp_path / "out", "--type", "q8_0", "--experts-type", "mxfp4")
+    assert result.code == 0, result.stderr
+    wide, kept = (gguf.GGUFReader(tmp_path / name / "model.gguf").tensors for name in ("wide", "out"))
+    before = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in wide}
+    experts = [tensor for tensor in kept if tensor.tensor_type.name == "MXFP4"]
+    assert len(experts) == 12
+    for tensor in experts:
+        assert (gguf.quants.dequantize(tensor.data, tensor.tensor_type) == before[tensor.name]).all()
+
+
+def test_a_file_that_is_only_written_is_refused_as_an_input(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    export(run_cli, model("deepseek_v3"), tmp_path / "out")
+    result = run_cli("inspect", tmp_path / "out" / "model.gguf")
+    assert result.code == 3
+    assert "moetool reads" in result.stderr
