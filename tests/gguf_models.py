@@ -19,6 +19,8 @@ _LATENT = {
     "intermediate_size": 64,
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_YARN = {**_PLAIN_ROPE, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+_SLOWED = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _DELTA_RULE = {
     "layer_types": [LINEAR, LINEAR, WHOLE],
     "linear_key_head_dim": 8,
@@ -30,30 +32,28 @@ _DELTA_RULE = {
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
-    "deepseek_v3-yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        }
-    },
+    "deepseek_v3-yarn": {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_hidden_layers": 27},
     "deepseek_v32": {"index_topk": 64, "index_head_dim": 128},
     "glm_moe_dsa": {"index_topk": 64, "index_head_dim": 128},
     "glm4_moe_lite": _LATENT,
     "mistral4": _LATENT,
+    "mistral4-long": {
+        **_LATENT,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
     "glm4_moe": {},
     "solar_open": {},
     "dots1": {"layer_types": [WHOLE] * 3, "num_key_value_heads": 4},
     "ernie4_5_moe": {"moe_layer_end_index": 3},
     "hunyuan_v1_moe": {},
+    "hunyuan_v1_moe-dynamic": {
+        "rope_parameters": {**_PLAIN_ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    },
+    "qwen3_moe-yarn": {"decoder_sparse_step": 1, "rope_parameters": {**_YARN, "attention_factor": 1.5}},
     "minimax_m2": {},
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "exaone_moe-slowed": {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _SLOWED},
     "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},
     "hy_v3": {"moe_intermediate_size": 24, "num_experts": 6, "intermediate_size": 64, "head_dim": 8},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
@@ -77,6 +77,7 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {WHOLE: _PLAIN_ROPE, WINDOW: _PLAIN_ROPE},
     },
     "llama4_text": {"attention_chunk_size": 8192},
+    "llama4_text-slowed": {"attention_chunk_size": 8192, "rope_parameters": _SLOWED},
     "llama4": {"attention_chunk_size": 8192},
     "qwen3_vl_moe": {},
     "qwen3_5_moe": {},

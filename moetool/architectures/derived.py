@@ -85,13 +85,20 @@ def own_entries(config: Mapping[str, object]) -> dict[str, object]:
     own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
     parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
     repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own
-    return {key: value for key, value in config.items() if key not in repeated and not _is_computed(kind, key)}
+    return {key: value for key, value in config.items() if key not in repeated and _is_taken(kind, key, value)}
 
 
-def _is_computed(kind: "type[PreTrainedConfig]", key: str) -> bool:
-    """Whether a config computes what it has under a name, which cannot be set, or is another name of that."""
+def _is_taken(kind: "type[PreTrainedConfig]", key: str, value: object) -> bool:
+    """Whether a config takes an entry: what it computes cannot be set, unless the rest is computed of it, as of
+    Nemotron-H's `hybrid_override_pattern`."""
     found = getattr(kind, kind.attribute_map.get(key, key), None)
-    return isinstance(found, property) and found.fset is None
+    if not isinstance(found, property) or found.fset is not None:
+        return True
+    try:
+        kind(**{key: value})
+    except Exception:  # an attribute that cannot be set; each class says so in its own way
+        return False
+    return True
 
 
 def _plain(value: object) -> object:

@@ -122,3 +122,12 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
     config = {"model_type": "brand_new_moe", "num_experts": 8, "auto_map": {"AutoConfig": "modeling.Config"}}
     with pytest.raises(InvalidInputError, match=r"\(auto_map\) is never run"):
         find_architecture(config)
+
+
+def test_layers_told_by_a_pattern_are_those_of_a_list() -> None:
+    """As the hub's files of Nemotron-H say which layers have experts; transformers makes a list of it."""
+    listed = {**DERIVED["nemotron_h"], "model_type": "nemotron_h"}
+    letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+    told = {key: value for key, value in listed.items() if key != "layers_block_type"}
+    told["hybrid_override_pattern"] = "".join(letters[kind] for kind in listed["layers_block_type"])
+    assert find_architecture(told) == find_architecture(listed)

@@ -68,6 +68,17 @@ def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp
             assert base in own, tensor.name
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "gpt_oss", "deepseek_v3"])
+def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
+    """llama.cpp computes some tensors in fp32 alone, whatever they look like."""
+    export(run_cli, model(name), tmp_path / "out", "--type", "q8_0")
+    types = {one.name: one.tensor_type.name for one in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    kept = ("ssm_a", "ssm_d", "conv1d.weight", "shortconv.conv.weight", "norm.weight", "sinks.weight", ".bias")
+    found = {name: number for name, number in types.items() if name.endswith((*kept, "ffn_gate_inp.weight"))}
+    assert len(found) > 6
+    assert set(found.values()) == {"F32"}
+
+
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:

@@ -28,7 +28,7 @@ from moetool.costs.building_blocks import (
     dense_size,
     moe_size,
 )
-from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.calibration_cost import BASELINE, CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _REQUANTIZED = ("f32", "f16", "bf16")  # what llama-quantize starts from
+_HELD = 6  # parts of a tensor in fp32 that are in memory together while one is decoded and coded
 _DIGEST = "digest"  # of the file so far, in what its units tell
 
 
@@ -170,7 +171,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
             measuring = [Measuring.codes(source.experts.shape)] if self._coded else []
-            memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
+            memory = BASELINE + 4 * _HELD * source.most_at_once
+            if self._text is not None:
+                memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
         else:
             assert source.dense is not None

@@ -100,7 +100,8 @@ def _check_rope(source: GgufSource) -> None:
         raise InvalidInputError(
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
-    if kind not in ("default", *ROPE_SCALINGS) and not (kind == "llama3" and family.is_interleaved):
+    known = {"default": True, "llama3": family.slows_rope, "dynamic": family.stretches_rope and "alpha" in rope}
+    if not known.get(kind, kind in ROPE_SCALINGS):
         raise InvalidInputError(f"llama.cpp's '{own}' has no rotary embeddings '{kind}'.")
     bases = {rope.get("rope_theta"), source.rope_of_windows.get("rope_theta")}
     if source.windows and family.windows_turn_alike and len(bases) > 1:

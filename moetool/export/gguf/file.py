@@ -33,7 +33,10 @@ _AT_ONCE = 1 << 20  # numbers that are put into blocks together
 BLOCK_ALIGNMENT = 32
 _LARGEST_FP16 = 65504.0
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
-_ALWAYS_F32 = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias")
+_ALWAYS_F32 = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
+    "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ class GgufTensor:
 
 
 def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
-    """The type of a tensor in a file of that type: routers, norms and biases are always fp32, rows that are no whole
-    super-blocks have blocks of 32, and those that 32 does not divide fp16, as in llama.cpp's own files. Embeddings and
-    the head have at least 8 bits."""
+    """The type of a tensor in a file of that type: routers, norms, biases and what convolves or decays a state are
+    always fp32, rows that are no whole super-blocks have blocks of 32, and those that 32 does not divide fp16, as in
+    llama.cpp's own files. Embeddings and the head have at least 8 bits."""
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
     if name in (EMBEDDINGS, HEAD) and is_quantized(wanted):

@@ -1,5 +1,6 @@
 """What a GGUF file says of its model: sizes, how its layers compute, rotary embeddings."""
 
+import math
 from typing import TYPE_CHECKING
 
 from moetool.export.gguf.model import ROPE_SCALINGS, GgufSource
@@ -64,7 +65,13 @@ def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
 
 def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     rope, start = source.rope, source.family.architecture
-    writer.add_float32(f"{start}.{ROPE_BASE}", float(rope.get("rope_theta", 10000.0)))
+    base, width = float(rope.get("rope_theta", 10000.0)), source.head_width
+    if rope.get("rope_type") == "dynamic":
+        base *= float(rope["alpha"]) ** (width / (width - 2))
+    writer.add_float32(f"{start}.{ROPE_BASE}", base)
+    if (warmth := rope.get("llama_4_scaling_beta")) is not None:
+        writer.add_float32(f"{start}.attention.temperature_scale", float(warmth))
+        writer.add_uint32(f"{start}.attention.temperature_length", int(rope["original_max_position_embeddings"]))
     if source.family.axes:
         axes = list(rope.get("mrope_section") or source.family.axes)
         writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
@@ -79,6 +86,9 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
         for key in ("beta_fast", "beta_slow"):
             if (value := rope.get(key)) is not None:
                 writer.add_float32(f"{start}.rope.scaling.yarn_{key}", float(value))
+        if (strength := rope.get("attention_factor")) is not None:  # llama.cpp multiplies by YaRN's own all the same
+            own = 1 + 0.1 * math.log(float(rope["factor"]))
+            writer.add_float32(f"{start}.rope.scaling.attn_factor", float(strength) / own)
         if source.family.is_latent and (share := rope.get("mscale_all_dim")):
             writer.add_float32(f"{start}.rope.scaling.yarn_log_multiplier", 0.1 * float(share))
 

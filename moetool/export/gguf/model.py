@@ -221,6 +221,16 @@ class GgufSource:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: _place(tensor.name))
 
+    @property
+    def most_at_once(self) -> int:
+        """Most numbers of the model that are in memory at once while its tensors are written: a part of a tensor, an
+        expert's matrix, or a matrix whose rows lie in another order in the file."""
+        expert = 0 if self.experts is None else self.experts.shape.hidden * self.experts.shape.intermediate
+        changed = self.family.changed(range(self.layers), self.moe)
+        whole = [info for name, info in self.checkpoint.tensors.items() if name in changed]
+        turned = self.head_width * int(self.config.num_attention_heads) * int(self.config.hidden_size)
+        return max(_PART, expert, turned, *(math.prod(info.shape) for info in whole), 0)
+
     def projections(self, layer: int) -> dict[str, list[str]]:
         """By module of a loaded layer, GGUF's names of the matrices that lie in its weight, one below the other: those
         that can have few bits, without experts."""

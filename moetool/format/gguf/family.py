@@ -82,6 +82,8 @@ class GgufFamily:
         attention_interval: metadata key of how many layers there are for one with attention, if they take turns.
         is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
             transformers turns rows that are half a head apart.
+        slows_rope: whether a file may say by how much each pair of channels turns slower (Llama 3's `rope_type`).
+        stretches_rope: whether their base may be stretched for long texts (Hunyuan's `dynamic` with `alpha`).
         is_partial: whether they may turn a part of each head only.
         axes: how many pairs of a head's channels turn by time, height and width of a picture, if a config does not say;
             of a text all are the same.
@@ -129,6 +131,8 @@ class GgufFamily:
     varies_heads: bool = False
     attention_interval: str | None = None
     is_interleaved: bool = False
+    slows_rope: bool = False
+    stretches_rope: bool = False
     is_partial: bool = False
     axes: tuple[int, ...] = ()
     has_deep_stack: bool = False

@@ -203,6 +203,7 @@ _GRANITE_HYBRID = GgufFamily(
     "granitehybrid",
     is_moe=True,
     is_interleaved=True,
+    slows_rope=True,
     has_shared=True,
     varies_heads=True,
     biases=tuple(ATTENTION),

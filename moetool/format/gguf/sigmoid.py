@@ -85,6 +85,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
         experts_key="num_experts",
         counts={"num_shared_experts": SHARED_COUNT},
         window_period=0,
+        slows_rope=True,
         cutting="exaone-moe",
     ),
     replace(
@@ -192,6 +193,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
             "attn_temperature_tuning": (True,),
         },
         objection=_other_llama4,
+        slows_rope=True,
         cutting="llama4",
     ),
 )

@@ -17,12 +17,19 @@ from moetool.format.gguf.routing import (
 from moetool.format.gguf.words import EXPERT_WIDTH, GATING
 
 DENSE: tuple[GgufFamily, ...] = (
-    GgufFamily("llama", "llama", is_moe=False, is_read=True, is_interleaved=True, biases=ALL_BIASES),
-    GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True),
+    GgufFamily("llama", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True, biases=ALL_BIASES),
+    GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True),
     GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
     GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
     GgufFamily(
-        "granite", "granite", is_moe=False, is_read=True, is_interleaved=True, biases=ALL_BIASES, multipliers=GRANITE
+        "granite",
+        "granite",
+        is_moe=False,
+        is_read=True,
+        is_interleaved=True,
+        slows_rope=True,
+        biases=ALL_BIASES,
+        multipliers=GRANITE,
     ),
 )
 
@@ -47,6 +54,7 @@ QWEN2_MOE_RENORMALIZED = GgufFamily(
     "llama",
     is_moe=True,
     is_interleaved=True,
+    slows_rope=True,
     biases=INNER_BIASES,
     leaves_out=("mlp.shared_expert.", "mlp.shared_expert_gate."),
 )
@@ -62,10 +70,17 @@ _QWEN3_MOE = GgufFamily(
     computes=RENORMALIZED,
 )
 _GRANITE_MOE = GgufFamily(
-    "granitemoe", "granitemoe", is_moe=True, is_read=True, is_interleaved=True, biases=ALL_BIASES, multipliers=GRANITE
+    "granitemoe",
+    "granitemoe",
+    is_moe=True,
+    is_read=True,
+    is_interleaved=True,
+    slows_rope=True,
+    biases=ALL_BIASES,
+    multipliers=GRANITE,
 )
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
-    GgufFamily("mixtral", "llama", is_moe=True, is_read=True, is_interleaved=True),
+    GgufFamily("mixtral", "llama", is_moe=True, is_read=True, is_interleaved=True, slows_rope=True),
     _QWEN2_MOE,
     _QWEN3_MOE,
     replace(
@@ -110,6 +125,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         width_key=EXPERT_WIDTH,
         names={f"self_attn.{one}_layernorm.weight": f"attn_{one[0]}_norm.weight" for one in ("query", "key")},
         fixed={SHARED_COUNT: 1},
+        stretches_rope=True,
         cutting="hunyuan",
     ),
     GgufFamily(
