@@ -52,9 +52,11 @@ def routers(path: Path, model: Any) -> dict[int, list[torch.Tensor]]:
     for layer in source.experts.moe_layers:
         inside = model.get_submodule(source.architecture.layer.format(layer=layer)).get_submodule(block)
         router = inside.gate if hasattr(inside, "gate") else inside.router
-        (weight,) = (tensor for tensor in router.parameters() if len(tensor) == source.experts.shape.experts)
+        count = source.experts.shape.experts
+        (weight,) = (tensor for tensor in router.parameters() if tensor.dim() > 1 and len(tensor) == count)
         named = [*inside.named_parameters(), *inside.named_buffers()]
-        found[layer] = [weight, *(tensor for name, tensor in named if name.endswith("_bias"))]
+        beside = [(name, tensor) for name, tensor in named if not name.startswith("experts.")]
+        found[layer] = [weight, *(tensor for name, tensor in beside if name.endswith("_bias"))]
     return found
 
 

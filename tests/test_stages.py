@@ -24,8 +24,10 @@ from moetool.stages import PLACES, stages
 STAGES = sorted(stages())
 # What a stage cannot be planned without; the files that are named are found below.
 NEEDED: dict[str, dict[str, Any]] = {
+    "add-expert": {"source": "DENSE"},
     "branch-train-mix": {"source": ["DENSE", "DENSE"]},
     "d2moe": {"ratio": 0.2},
+    "drop-experts": {"drop": [1]},
     "hybrid": {"ratio": 0.5, "group_size": 16},
     "moefication": {"experts": 4},
     "g-moefication": {"experts": 4},
@@ -45,7 +47,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 INPUTS = {
     **dict.fromkeys((name for name, stage in stages().items() if stage.method_of in ("upcycle", "moefy")), "dense"),
     **dict.fromkeys(("dense-experts", "prune-base", "quantize-delta", "sparsify-delta", "svd-compress"), "decomposed"),
-    "dense": "upcycled",
+    **dict.fromkeys(("dense", "add-expert"), "upcycled"),
 }
 
 Inputs = Callable[[str], Path]
@@ -88,9 +90,10 @@ def options(name: str, inputs: Inputs, tiny_text: Path) -> RunOptions:
     if "to" in given:
         given["to"] = str(inputs("moe"))
     if "source" in given:
-        given["source"] = [str(inputs("dense"))] * 2
+        given["source"] = str(inputs("dense")) if given["source"] == "DENSE" else [str(inputs("dense"))] * 2
     if "calibration" in kind.model_fields:
-        given |= {"calibration": str(tiny_text), "mix": 0, "samples": 8, "sequence_length": 32}
+        mix = 0.5 if name == "add-expert" else 0  # which tells the text from others
+        given |= {"calibration": str(tiny_text), "mix": mix, "samples": 8, "sequence_length": 32}
     return kind(**given)
 
 

@@ -11,7 +11,7 @@ from moetool.checkpoint.sealed import write_sealed
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 _WITH_PROVENANCE = 3  # the first format that has it apart; before, it stood among the statistics
 _WITH_CARD = 4  # the first whose README.md is moetool's, and with the options that were chosen
 LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "datasets")
@@ -57,18 +57,35 @@ class Upcycling(DenseOrigin):
         return str(self.mixture.get("shared", "none"))
 
 
-class Provenance(BaseModel):
-    """The dense model that a model was made from, if it can be turned back into one.
+class ExpertOrigin(BaseModel):
+    """The dense model whose FFNs an expert of every layer started as.
 
     Attributes:
-        upcycled: by upcycling to an MoE model of whole FFNs.
+        model: as the user named it.
+        fingerprint: of its checkpoint or adapter; `None` where older manifests did not note it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    fingerprint: str | None = None
+
+
+class Provenance(BaseModel):
+    """The dense models that a model was made from.
+
+    Attributes:
+        upcycled: by upcycling to an MoE model of whole FFNs, if it can be turned back into a dense one.
         moefied: by splitting the FFNs of a dense model.
+        experts: by number, the model that each expert came from, if they came from several; `None` where it is not
+            known. Empty if it is known of none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     upcycled: Upcycling | None = None
     moefied: DenseOrigin | None = None
+    experts: tuple[ExpertOrigin | None, ...] = ()
 
 
 class Manifest(BaseModel):
@@ -166,7 +183,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     statistics = content.get("statistics")
     if isinstance(written, int) and written < _WITH_PROVENANCE and isinstance(statistics, dict):
-        hidden = {topic: statistics.get(topic) for topic in Provenance.model_fields}
+        hidden = {topic: statistics.get(topic) for topic in ("upcycled", "moefied")}
         content = {**content, "provenance": hidden}
     try:
         return Manifest.model_validate(content)

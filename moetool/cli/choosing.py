@@ -17,7 +17,7 @@ CHOICES = {
 # Those to try first; the others follow by name.
 _FIRST = {
     "compress": ("auto", "hybrid", "quantize", "d2moe", "ders-quantize", "ders-sparsify", "reap"),
-    "upcycle": ("vanilla", "fine-grained", "drop", "branch-train-mix"),
+    "upcycle": ("vanilla", "fine-grained", "drop", "branch-train-mix", "add-expert"),
     "moefy": ("g-moefication",),
     "export": ("dense-experts", "gguf", "compressed-tensors", "dense"),
 }

@@ -13,6 +13,7 @@ _TEXT = "--calibration text.txt"
 
 EXAMPLES = {
     "upcycle": "upcycle mistralai/Mistral-7B-v0.1 mixture --experts 8 --top-k 2 --dry-run",
+    "upcycle add-expert": f"upcycle mixture larger --method add-expert --source math-model {_TEXT}",
     "moefy": f"moefy mistralai/Mistral-7B-v0.1 sparser --keep 0.75 {_TEXT}",
     "tune": "tune mixture tuned --data instructions.jsonl --eval-data held-out.jsonl",
     "compress": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --ratio 75% {_TEXT} --dry-run",
@@ -28,6 +29,7 @@ EXAMPLES = {
     "export gguf": f"export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf --size 20GB {_TEXT}",
     "export dense": "export mixture one-expert --format dense --expert 0",
     "compress d2moe": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --method d2moe --ratio 40% {_TEXT} --dry-run",
+    "compress drop-experts": "compress mixture without --method drop-experts --drop 3,5 --dry-run",
     "eval": "eval smaller --data held-out.txt --against mistralai/Mixtral-8x7B-v0.1",
     "compare": f"compare mixture --methods d2moe,hybrid --ratios 0.4,0.75 {_TEXT} --data held-out.txt --plot size.svg",
     "generate": 'generate smaller "The first thing to do is" --max-new-tokens 20',
@@ -48,9 +50,11 @@ EXAMPLES = {
 # Of commands with many options those that come first; groups that many commands share are then left to --help-all.
 MAIN = {
     "upcycle": ("--method", "--experts", "--top-k", "--calibration", "--dry-run"),
+    "upcycle add-expert": ("--method", "--source", "--calibration", "--top-k", "--dry-run"),
     "moefy": ("--experts", "--keep", "--calibration", "--dry-run"),
     "tune": ("--data", "--eval-data", "--epochs", "--learning-rate", "--dry-run"),
     "compress": ("--method", "--ratio", "--size", "--calibration", "--effort", "--dry-run", "--resume"),
+    "compress drop-experts": ("--method", "--drop", "--top-k", "--dry-run"),
     "repair": ("--to", "--calibration", "--steps", "--learning-rate", "--dry-run", "--resume"),
     "fisher-merge": ("--merge", "--calibration", "--dry-run"),
     "decompose": ("--base", "--dry-run"),

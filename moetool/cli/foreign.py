@@ -94,6 +94,16 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
         "env": "doctor",
     }
 )
+# By what somebody may call it, the whole command line for it here.
+_LINES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("add-expert", "add-experts"), "upcycle MOE OUTPUT --method add-expert --source DENSE"),
+        **dict.fromkeys(
+            ("drop-expert", "drop-experts", "remove-expert", "remove-experts"),
+            "compress MOE OUTPUT --method drop-experts --drop 3,5",
+        ),
+    }
+)
 _INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")
 _OUTPUT = ("output", "output-dir", "out", "save-path", "outfile", "save-dir")
 
@@ -111,6 +121,8 @@ def ours(command: str, option: str, known: Collection[str], arguments: Collectio
     for names, argument in ((_INPUT, ("INPUT", "MODEL")), (_OUTPUT, ("OUTPUT",))):
         if name in names and (found := next((own for own in argument if own in arguments), None)):
             return f" {found} is typed without a name: `moetool {command} {' '.join(arguments)}`."
+    if (line := _LINES.get(name)) is not None:
+        return f" Here it is `moetool {line}`."
     there = {*known, *arguments}
     found = next((own for own in _OURS.get(name, ()) if own in there), None)
     return f" Here it is {found}." if found else ""
@@ -120,5 +132,5 @@ def command_here(name: str) -> str:
     """A sentence on what a command of another tool is here; nothing if no such is known."""
     if name.lower() == "download":
         return " None is needed: every command takes a name on the hub, such as mistralai/Mixtral-8x7B-v0.1."
-    found = _COMMANDS.get(name.lower())
+    found = _COMMANDS.get(name.lower()) or _LINES.get(name.lower())
     return f" Here it is `moetool {found}`." if found else ""

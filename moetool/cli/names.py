@@ -9,7 +9,7 @@ from moetool.compress import stages
 
 # Name → (module with a function `build(name, arguments)`, one line for --help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "upcycle": ("stage", "Turn a dense model into an MoE model (--method vanilla, drop, fine-grained …)."),
+    "upcycle": ("stage", "Turn a dense model into an MoE model (--method drop …); add an expert to one (add-expert)."),
     "moefy": ("stage", "Split a dense model's FFNs into experts and skip most of them, without training."),
     "tune": ("stage", "Fine-tune on instructions or text, with a load-balancing loss for MoE models."),
     "compress": (

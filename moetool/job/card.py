@@ -5,7 +5,7 @@ same run gives the same bytes: no times, and of what is local names alone.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moetool.architectures.base import Settings
@@ -13,7 +13,7 @@ from moetool.architectures.dense import is_encoder
 from moetool.architectures.described import language_model_class
 from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.files import copy_file, file_sha256
-from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
+from moetool.checkpoint.manifest import ExpertOrigin, Manifest, Origin, manifest_of
 from moetool.checkpoint.names import CARD
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import settings_of
@@ -110,6 +110,8 @@ def model_card(
         sections.append(
             f"[{SOURCE_CARD}]({SOURCE_CARD}) is the card of the model that this was made of, and describes that one."
         )
+    if origins := manifest.provenance.experts:
+        sections += ["## Experts", "\n".join(_experts(origins))]
     if "license" not in facts:
         sections.append("No licence is named here, since the source's card names none that a program can read.")
     if types := [f"- layer {layer}: {_types(said)}" for layer, said in manifest.layers.items() if "types" in said]:
@@ -167,6 +169,15 @@ def _option(name: str, value: object) -> str:
     if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
         return " ".join(f"--{flag} {part}" for part in value)
     return f"--{flag} {value if isinstance(value, str | int | float) else json.dumps(value)}"
+
+
+def _experts(origins: Sequence[ExpertOrigin | None]) -> Iterator[str]:
+    """Lines that say which model each expert came from, the experts of one model together."""
+    names = [None if origin is None else origin.model for origin in origins]
+    for name in dict.fromkeys(names):
+        numbers = [str(number) for number, own in enumerate(names) if own == name]
+        whence = "not recorded" if name is None else _code(_public_name(name))
+        yield f"- expert{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {whence}"
 
 
 def _circumstances(manifest: Manifest) -> Iterator[str]:

@@ -132,9 +132,10 @@ def with_the_rest(
 
 
 def passed_on(checkpoint: Checkpoint) -> Provenance:
-    """The upcycling recorded in a checkpoint's manifest, if any: an MoE model made from it can still be un-merged."""
+    """The upcycling and the origins of experts that a checkpoint's manifest records, if any: an MoE model made from it
+    has the same experts, and can still be un-merged."""
     manifest = manifest_of(checkpoint.path)
-    return Provenance() if manifest is None else Provenance(upcycled=manifest.provenance.upcycled)
+    return Provenance() if manifest is None else manifest.provenance.model_copy(update={"moefied": None})
 
 
 def write_checkpoint(

@@ -1,18 +1,21 @@
-"""Number of experts that a model is left with, and the tensors and config of that checkpoint."""
+"""Number of experts that a model is to have, and the tensors and config of that checkpoint."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture
-from moetool.architectures.base import EXPERT_KEYS, whole_number
+from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, Settings, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
+from moetool.format.entry import custom_entry
+from moetool.format.kinds import custom_module
+from moetool.format.marker import moetool_entry
 from moetool.job.job import Source
 from moetool.job.shards import PassingPlan
 from moetool.job.writing import original_bytes
@@ -24,15 +27,16 @@ _PREDICTION = "num_nextn_predict_layers"
 _NEAR = 0.01  # a ratio missed by more than this is worth a note
 
 
-class ReducedPlan(PassingPlan):
-    """Assignment of tensors to shards if every MoE layer keeps `kept` experts; other tensors pass through.
+class CountedPlan(PassingPlan):
+    """Assignment of tensors to shards if every MoE layer has `count` experts, fewer than before or more; other tensors
+    pass through.
 
     Attributes:
-        kept: experts of every MoE layer.
+        count: experts of every MoE layer.
     """
 
-    def __init__(self, source: Source, kept: int, shard_size: int) -> None:
-        self.kept = kept
+    def __init__(self, source: Source, count: int, shard_size: int) -> None:
+        self.count = count
         super().__init__(source, self._of_layers(), shard_size)
 
     def _of_layers(self) -> Iterator[tuple[int, list[TensorSpec]]]:
@@ -51,7 +55,7 @@ class ReducedPlan(PassingPlan):
             shape = list(info.shape)
             counts = reader.has(layer) and architecture.is_router(layer, name)
             if counts and (axis := expert_axis(info.shape, architecture)) is not None:
-                shape[axis] += self.kept - reader.shape.experts
+                shape[axis] += self.count - reader.shape.experts
                 specs[layer].append(TensorSpec(name, info.dtype, tuple(shape)))
             else:
                 specs[layer] += self.passing(name)
@@ -67,19 +71,19 @@ class ReducedPlan(PassingPlan):
     def _experts(self, layer: int) -> Iterator[TensorSpec]:
         source, shape = self.source, self.source.experts.shape
         if are_stored := has_stored_experts(source):
-            yield from stored_specs(source, layer, self.kept)
+            yield from stored_specs(source, layer, self.count)
         for roles in shape.groups:
             alone = (together[0] for together in source.architecture.together(roles))
             for role in alone if source.architecture.is_fused else roles:
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
                     if not are_stored:
-                        yield TensorSpec(info.name, info.dtype, (self.kept, *info.shape[1:]))
+                        yield TensorSpec(info.name, info.dtype, (self.count, *info.shape[1:]))
                     if role in shape.biases:
                         bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
-                        yield TensorSpec(bias.name, bias.dtype, (self.kept, *bias.shape[1:]))
+                        yield TensorSpec(bias.name, bias.dtype, (self.count, *bias.shape[1:]))
                     continue
-                for expert in range(0 if are_stored else self.kept):
+                for expert in range(0 if are_stored else self.count):
                     name = source.architecture.weight_name(layer, expert, role)
                     yield TensorSpec(name, info.dtype, info.shape)
 
@@ -113,28 +117,42 @@ def lost_names(source: Source) -> set[str]:
     return lost
 
 
-def reduced_config(source: Source, kept: int) -> dict[str, object]:
-    """`config.json` with another number of experts, and without layers that predict further tokens if these go; with
-    what it says of the format that it is stored in, if it stays in that."""
-    settings, count = source.checkpoint.settings, source.experts.shape.experts
-    config = language_entries(source.checkpoint.config)
-    counts = [key for key in EXPERT_KEYS if whole_number(settings, key) == count]
-    named = {key for key in counts if key in config} or counts[:1]
-    changes: dict[str, object] = dict.fromkeys(named, kept)
-    if lost_names(source) and _PREDICTION in config:
+def counted_config(source: Source, count: int, top_k: int | None = None) -> dict[str, object]:
+    """`config.json` with another number of experts, and of experts per token if `top_k` is given, without layers that
+    predict further tokens if these go; with what it says of the format that it is stored in, if it stays in that."""
+    config, shape = source.checkpoint.config, source.experts.shape
+    if (spec := custom_module(config)) is not None:
+        told = spec.model_copy(update={"experts": count, "top_k": shape.top_k if top_k is None else top_k})
+        return {**config, "quantization_config": custom_entry(told)}
+    settings, own = source.checkpoint.settings, language_entries(config)
+    changes = _named(settings, own, EXPERT_KEYS, shape.experts, count)
+    if top_k is not None:
+        changes |= _named(settings, own, TOP_K_KEYS, shape.top_k, top_k)
+    if lost_names(source) and _PREDICTION in own:
         changes[_PREDICTION] = 0
-    reduced = with_language_entries(source.checkpoint.config, changes)
+    counted = with_language_entries(config, changes)
     entry = source.checkpoint.stored_entry
-    return {**reduced, "quantization_config": dict(entry)} if source.keeps_stored and entry is not None else reduced
+    return {**counted, "quantization_config": dict(entry)} if source.keeps_stored and entry is not None else counted
 
 
-def check_reducible(source: Source) -> None:
-    """Raise `UsageError` for a checkpoint in moetool's own format, `InvalidInputError` for a router with tensors that
-    have no entry per expert."""
-    reader, architecture = source.experts, source.architecture
-    if "quantization_config" in source.checkpoint.config:
+def _named(
+    settings: Settings, config: Mapping[str, object], keys: Sequence[str], before: int, after: int
+) -> dict[str, object]:
+    """The entries among these keys that say a number, with another; one that `config` leaves to the defaults, if it
+    names none."""
+    known = [key for key in keys if whole_number(settings, key) == before]
+    return dict.fromkeys({key for key in known if key in config} or known[:1], after)
+
+
+def check_countable(source: Source, *, custom: bool = False) -> None:
+    """Raise `UsageError` for a checkpoint in moetool's own format, unless it is no more than `custom` modules and these
+    are taken; `InvalidInputError` for a router with tensors that have no entry per expert."""
+    reader, architecture, config = source.experts, source.architecture, source.checkpoint.config
+    spec, entry = custom_module(config) if custom else None, moetool_entry(config) or {}
+    is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
+    if "quantization_config" in config and not is_ordinary:
         raise UsageError(
-            f"{source.checkpoint.path} is a moetool checkpoint. Experts are dropped and merged in an ordinary one: "
+            f"{source.checkpoint.path} is a moetool checkpoint. The number of experts is changed in an ordinary one: "
             "export --format dense-experts writes it, if it was compressed."
         )
     for layer in reader.moe_layers:
@@ -143,16 +161,16 @@ def check_reducible(source: Source) -> None:
             if architecture.is_router(layer, name) and is_several and expert_axis(info.shape, architecture) is None:
                 raise InvalidInputError(
                     f"Tensor {name} has shape {list(info.shape)}, not a row for each of {reader.shape.experts} "
-                    f"experts: {architecture.name} with this router cannot do with fewer."
+                    f"experts: {architecture.name} with this router cannot have another number of them."
                 )
 
 
-def possible_counts(source: Source) -> range:
-    """Numbers of experts that every layer can be left with: enough for the router, as many in each of its groups, and
-    not all."""
+def possible_counts(source: Source, top_k: int | None = None) -> range:
+    """Numbers of experts that every layer can be left with: enough for the router, which takes `top_k` of them (by
+    default as many as before), as many in each of its groups, and not all."""
     shape = source.experts.shape
     groups, chosen = source.architecture.groups
-    least = groups * max(2, -(-shape.top_k // chosen))  # routers look at two of a group
+    least = groups * max(2, -(-(shape.top_k if top_k is None else top_k) // chosen))  # routers look at two of a group
     return range(least, shape.experts, groups)
 
 
@@ -165,18 +183,18 @@ def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | N
     groups, _ = source.architecture.groups
     experts, counts = source.experts.shape.experts, possible_counts(source)
     if not counts:
-        raise UsageError(f"{_limits(source)} So there is nothing to take away.")
+        raise UsageError(f"{limits(source)} So there is nothing to take away.")
     if options.experts is not None:
         if options.experts not in counts:
             many = f"a multiple of {groups} from {counts[0]} to {counts[-1]}" if groups > 1 else _span(counts)
-            raise UsageError(f"--experts {options.experts} of {experts}: it can be {many}. {_limits(source)}")
+            raise UsageError(f"--experts {options.experts} of {experts}: it can be {many}. {limits(source)}")
         return Fewer(experts, options.experts, groups), None
     assert options.ratio is not None
     original = original_bytes(source)
     target = round(original * (1 - options.ratio))
 
     def size(kept: int) -> int:
-        return ReducedPlan(source, kept, options.shard_size).nbytes
+        return CountedPlan(source, kept, options.shard_size).nbytes
 
     fitting = bisect_right(counts, target, key=size)
     if not fitting:
@@ -184,7 +202,7 @@ def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | N
         raise UsageError(
             f"{options.target_option} cannot be met by fewer experts: {counts[0]} of {experts} leave "
             f"{format_bytes(least)} of {format_bytes(original)}, a ratio of {1 - least / original:.4f}. "
-            f"{_limits(source)} Other methods of compress make experts smaller."
+            f"{limits(source)} Other methods of compress make experts smaller."
         )
     kept = counts[fitting - 1]
     achieved = 1 - size(kept) / original
@@ -200,7 +218,7 @@ def _span(counts: range) -> str:
     return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
 
-def _limits(source: Source) -> str:
+def limits(source: Source) -> str:
     """Sentence that says why a layer cannot have fewer experts."""
     shape = source.experts.shape
     groups, chosen = source.architecture.groups

@@ -11,12 +11,12 @@ class ReducedLayer(Printed):
     """A layer with fewer experts.
 
     Attributes:
-        tokens: calibration tokens of each expert that there was.
         made_of: of each expert that is left, those of the original that it is or was merged of.
+        tokens: calibration tokens of each expert that there was, where these were counted.
     """
 
-    tokens: Sequence[int]
     made_of: Sequence[Sequence[int]]
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +34,19 @@ class ReducedResult(Details):
     experts_left: int
     notes: Sequence[str] = ()
     layers: Mapping[int, ReducedLayer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedResult(ReducedResult):
+    """Result of dropping experts by number.
+
+    Attributes:
+        dropped: numbers of the experts that are gone.
+        top_k: experts per token.
+        sources: by new number, the model that each expert that is left came from; `None` where nothing says so.
+    """
+
+    ratio: float | None = None
+    dropped: Sequence[int]
+    top_k: int
+    sources: Sequence[str | None]

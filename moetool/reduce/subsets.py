@@ -13,7 +13,7 @@ from moetool.calibration.held_experts import HeldExperts
 from moetool.calibration.observation import replaced
 from moetool.job.job import Source
 from moetool.reduce.choosing import Fewer
-from moetool.reduce.plan import reduced_config, rows_kept
+from moetool.reduce.plan import counted_config, rows_kept
 from moetool.reduce.scores import Scores
 from moetool.runtime.building import empty_model
 
@@ -51,7 +51,7 @@ class SubsetRouters:
 
     def _model(self, experts: int) -> nn.Module:
         if experts not in self._models:
-            config, path = reduced_config(self._source, experts), self._source.checkpoint.path
+            config, path = counted_config(self._source, experts), self._source.checkpoint.path
             self._models[experts] = empty_model(config, path, self._dtype).eval().requires_grad_(False)
         return self._models[experts]
 

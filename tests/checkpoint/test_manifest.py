@@ -61,7 +61,7 @@ def test_frozen_and_strict_about_names() -> None:
         ("[]", "not an object"),
         ("{}", "source: Field required"),
         (json.dumps({**manifest().model_dump(), "colour": "red"}), "colour: Extra inputs"),
-        (json.dumps({"format_version": 5}), "format version 5; this moetool reads up to 4. Upgrade"),
+        (json.dumps({"format_version": 6}), "format version 6; this moetool reads up to 5. Upgrade"),
         (json.dumps({**manifest().model_dump(), "provenance": {"merged": {}}}), "provenance.merged: Extra inputs"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_stage_whose_file_is_new_is_imported(monkeypatch: pytest.MonkeyPatch) 
     ("line", "expected"),
     [
         ("moetool mo", ["moefy"]),
-        ("moetool compress model out --method d", ["d2moe", "ders-quantize", "ders-sparsify"]),
+        ("moetool compress model out --method d", ["d2moe", "ders-quantize", "ders-sparsify", "drop-experts"]),
         ("moetool compress --method hybrid --preset hybrid-7", ["hybrid-70", "hybrid-75", "hybrid-75-best"]),
         ("moetool compress --method ders-quantize --base-b", ["--base-bits"]),
         ("moetool upcycle model out --target qwen2", ["qwen2_moe"]),

@@ -19,6 +19,7 @@ MODELS = {
     "MODEL": "documented_moe",
     "DENSE": "documented_dense",
     "THE_DENSE_MODEL": "documented_dense",
+    "law-model": "documented_dense",
 }
 # Files that a page takes for granted, by the fixture whose content they have.
 FILES = {
@@ -90,6 +91,8 @@ RUN_FOR_JSON = [
         "TEXT.txt,held-out.txt",
     ],
     ["upcycle", "demo/dense", "x", "--method", "simoe", "--dry-run"],
+    ["upcycle", "specialists", "x", "--method", "add-expert", "--source", "law-model", "--dry-run"],
+    ["compress", "more-specialists", "x", "--method", "drop-experts", "--drop", "0", "--dry-run"],
     ["prune-base", "SPLIT", "x", "--ratio", "0.2", "--dry-run"],
     ["export", "MODEL", "x", "--format", "compressed-tensors", "--group-size", "16", "--bits", "3", "--dry-run"],
     ["verify", "mixtral-all", "--against", "MODEL"],
@@ -207,6 +210,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["evaluation"])
     elif name == "bench":
         more.append(SMALLER["bench"])
+    elif "drop-experts" in arguments:
+        pass  # it reads no text
     elif "--calibration" in arguments or name in ("compress", "upcycle"):
         more.append(SMALLER["calibration"])
     if "--repair" in arguments:

@@ -37,8 +37,9 @@ COMPRESSED = {
     "factors of deltas to the mean": "mean-svd --ratio 0.3",
     "factors of experts": "plain-svd --ratio 0.2",
     **{f"fewer by {name}": f"{name} --experts 3" for name in ("reap", "frequency", "naee", "hc-smoe", "m-smoe")},
+    "fewer by number": "drop-experts --drop 1",
 }
-WITHOUT_TEXT = ("ders-sparsify", "mean-svd", "plain-svd")
+WITHOUT_TEXT = ("ders-sparsify", "mean-svd", "plain-svd", "drop-experts")
 UPCYCLED = {
     "vanilla": "vanilla",
     "drop": "drop",
@@ -48,6 +49,7 @@ UPCYCLED = {
     "pesc": "pesc",
     "simoe": "simoe",
     "branch-train-mix": "branch-train-mix",
+    "add-expert": "add-expert",
 }
 # What is computed in while fp32 weights are trained.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,6 +139,9 @@ def result(
             more = () if chosen.startswith(WITHOUT_TEXT) else ("--calibration", tiny_text, "--mix", 0, *TEXT)
         if name == "branch-train-mix":
             more = ("--source", source, "--source", source, "--no-proof")
+        if name == "add-expert":
+            source = make("upcycle", "branch-train-mix")[1]
+            more = ("--source", trained_dense)
         made = run_cli(command, source, output, "--method", *chosen.split(), *more)
         assert made.code == 0, made.stderr
         if then:

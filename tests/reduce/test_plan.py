@@ -6,7 +6,7 @@ import pytest
 from moetool.errors import UsageError
 from moetool.job.execute import plan_stage
 from moetool.job.job import Source
-from moetool.reduce.plan import ReducedPlan, possible_counts
+from moetool.reduce.plan import CountedPlan, possible_counts
 from moetool.stages import stages
 
 REAP = stages()["reap"]
@@ -20,7 +20,7 @@ def plan(path: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.3, 0.4])
 def test_a_ratio_leaves_as_many_experts_as_it_allows(ratio: float, model_of: Any) -> None:
     source = Source.open(model_of("olmoe"))
-    before, sizes = source.checkpoint.weight_bytes, {n: ReducedPlan(source, n, 10**9).nbytes for n in range(2, 7)}
+    before, sizes = source.checkpoint.weight_bytes, {n: CountedPlan(source, n, 10**9).nbytes for n in range(2, 7)}
     most = max(n for n, size in sizes.items() if size <= (1 - ratio) * before)
     told = plan(model_of("olmoe"), ratio=ratio)
     assert told.details["experts_left"] == most

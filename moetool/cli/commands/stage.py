@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +26,9 @@ from moetool.errors import UsageError
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
-from moetool.reduce.results import ReducedResult
+from moetool.reduce.results import DroppedResult, ReducedResult
 from moetool.repair.results import RepairResult
+from moetool.upcycle.results import AddedResult
 
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
@@ -162,6 +163,8 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
     """What a job will cost; beside that its time `in_bf16`, with the option for it, where that is worth it."""
 
     def show(name: str, value: Json) -> str:
+        if isinstance(value, list):
+            return _listed(value)
         if not isinstance(value, int):
             return str(value)
         original = plan.get("original_bytes")
@@ -180,6 +183,20 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
             fields.append(("in bfloat16", f"about {format_seconds(quicker)} with {in_bf16[1]}"))
     print_fields(fields)
     print("Nothing was written (--dry-run).")
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join("not recorded" if value is None else str(value) for value in values)
+
+
+def _other_experts(told: AddedResult | DroppedResult) -> list[tuple[str, str]]:
+    """Which experts a model has after one was added, or some were dropped."""
+    if isinstance(told, AddedResult):
+        said = f"{told.experts}, {told.top_k} per token; number {told.added} is new"
+    else:
+        said = f"{told.experts_left} left, {told.top_k} per token; dropped: {_listed(told.dropped)}"
+    fields = [("experts", said)]
+    return [*fields, ("made of", _listed(told.sources))] if any(told.sources) else fields
 
 
 def _conversion(told: ConversionResult) -> list[tuple[str, str]]:
@@ -256,7 +273,9 @@ def _print_result(result: Result) -> None:
         fields += _conversion(result.details)
     if isinstance(result.details, RepairResult):
         fields += _repaired(result.details)
-    if isinstance(result.details, RankedResult | ReducedResult | MixedResult):
+    if isinstance(result.details, AddedResult | DroppedResult):
+        fields += _other_experts(result.details)
+    if isinstance(result.details, RankedResult | ReducedResult | MixedResult | AddedResult):
         fields += [("note", note) for note in result.details.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moetool.calibration.windows import check_vocabulary, load_tokenizer, sample_windows
 from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.manifest import ExpertOrigin, Provenance
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.results import ConversionResult
 from moetool.costs.calibration_cost import CalibrationCost
@@ -182,6 +183,17 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
     def sources(self) -> Mapping[str, str]:
         adapters = {f"source/{index}": adapter_fingerprint(path) for index, path in self._adapters.items()}
         return {**super().sources(), **adapters}
+
+    def provenance(self) -> Provenance:
+        """Record of the upcycling, and of the source that each expert came from."""
+        fingerprints = [
+            adapter_fingerprint(self._adapters[index]) if index in self._adapters else model.checkpoint.fingerprint()
+            for index, model in enumerate(self.sources_opened)
+        ]
+        every = zip(self.specs, fingerprints, strict=True)
+        sources = [ExpertOrigin(model=spec.model, fingerprint=found) for spec, found in every]
+        experts = tuple(sources[expert % len(sources)] for expert in range(self.copies))
+        return super().provenance().model_copy(update={"experts": experts})
 
     def texts(self) -> list[str]:
         own = [spec.data for spec in self.specs if spec.data] if self.options.gate_mode == "data" else []
