@@ -276,6 +276,36 @@ def test_plan_and_bytes(
     assert run_cli(command, source, tmp_path / "poor", *options, "--disk", plan["output_bytes"] // 2).code == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["add", "drop"])
+def test_two_processes(
+    crash: Any, added: Any, mixed: Path, models: list[Path], tiny_text: Path, tmp_path: Path, way: str
+) -> None:
+    """They share windows and weight files, and give the bytes of one."""
+    job: tuple[object, ...] = ("upcycle", mixed, *ADD, "--source", models[2], "--calibration", tiny_text, *TEXT)
+    if way == "drop":
+        job = ("compress", added.path, *DROP, "--drop", "0")
+    assert crash(tmp_path / "one", (*job, *SHARDS))["code"] == 0
+    told = crash(tmp_path / "two", (*job, *SHARDS), ranks=2, rank=1)
+    assert told["codes"] == [0, 0], told["stderr"]
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert told["changes"] > 1, "the second did nothing"
+
+
+def test_a_plan_from_configs_alone(run_cli: Any, mixed: Path, models: list[Path], tmp_path: Path) -> None:
+    """Before anything is downloaded."""
+    for name, path in (("moe", mixed), ("dense", models[2])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((path / "config.json").read_bytes())
+    job = ("--dry-run", "--json")
+    planned = run_cli("upcycle", tmp_path / "moe", tmp_path / "x", *ADD, "--source", tmp_path / "dense", *job)
+    assert planned.code == 0, planned.stderr
+    known = run_cli("upcycle", mixed, tmp_path / "x", *ADD, "--source", models[2], *job)
+    assert planned.json["output_bytes"] == known.json["output_bytes"]
+    planned = run_cli("compress", tmp_path / "moe", tmp_path / "x", *DROP, "--drop", "0", "--top-k", 1, *job)
+    assert "a router needs two" in planned.stderr
+
+
 def test_presets(run_cli: Any, mixed: Path, added: Any, models: list[Path], tmp_path: Path) -> None:
     both: dict[str, dict[str, Any]] = {
         "upcycle": {"method": "add-expert", "options": {"source": str(models[2])}},

@@ -265,13 +265,16 @@ def test_a_ratio_is_of_the_stored_bytes(
     assert made.stored_as == "FP8 in blocks of 8 × 8"
 
 
+@pytest.mark.parametrize("method", ["reap", "drop-experts"])
 @pytest.mark.parametrize("form", sampled([*UNGROUPED, "int4", "gptq", "awq", "int8", "mxfp4"], [*UNGROUPED, "mxfp4"]))
 def test_fewer_experts_are_a_checkpoint_in_the_same_format(
-    run_cli: Any, stored: Stored, tmp_path: Path, calibration: tuple[object, ...], form: str
+    run_cli: Any, stored: Stored, tmp_path: Path, calibration: tuple[object, ...], form: str, method: str
 ) -> None:
     source, kept, wide = stored(form), tmp_path / "kept", tmp_path / "wide"
     reader = Source.open(source).experts
-    job = ("--method", "reap", "--experts", reader.shape.experts - 2, *calibration)
+    job: tuple[object, ...] = ("--method", "reap", "--experts", reader.shape.experts - 2, *calibration)
+    if method == "drop-experts":
+        job = ("--method", method, "--drop", f"0,{reader.shape.experts - 1}")
     plan = run(run_cli, "compress", source, kept, *job, "--dry-run")
     run(run_cli, "compress", source, kept, *job)
     run(run_cli, "compress", source, wide, *job, "--no-keep-stored")
