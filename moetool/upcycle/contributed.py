@@ -1,7 +1,7 @@
 """A dense model whose FFNs are to become one more expert of an MoE model: whether it fits, and what of it is left
 out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -23,10 +23,12 @@ from moetool.upcycle.experts import Copies
 from moetool.upcycle.targets import Target, targets
 from moetool.upcycle.upcycling import Upcycled
 
-# What both models have to agree on beyond the shapes of their tensors, or else the FFN was trained in another place.
-_COMMON = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "rms_norm_eps", "hidden_act",
-           "sliding_window", "tie_word_embeddings", "embedding_multiplier", "attention_multiplier",
-           "residual_multiplier", "logits_scaling")  # fmt: skip
+# What both models have to agree on beyond the shapes of their tensors: with others they are not of one base, or the FFN
+# would compute something else.
+_COMMON = ("num_attention_heads", "num_key_value_heads", "hidden_act", "tie_word_embeddings", "embedding_multiplier",
+           "attention_multiplier", "residual_multiplier", "logits_scaling")  # fmt: skip
+# What may differ, since attention and norms are the MoE model's, but changes what the FFN is given.
+_INPUTS = ("rope_parameters", "rms_norm_eps", "sliding_window")
 
 
 class Contributed:
@@ -131,14 +133,32 @@ class Contributed:
                 raise InvalidInputError(f"{self.name} has no tensor {name}, which {self._place} has: not one base.")
 
     def _check_settings(self) -> None:
-        config = self._converted.config()
-        theirs, ours = settings_of(config, self.dense.checkpoint.path), self._source.checkpoint.settings
-        for key in _COMMON:
-            if theirs.get(key) != ours.get(key):
-                raise InvalidInputError(
-                    f"{self.name} has {key} {theirs.get(key)!r} and {self._place} has {ours.get(key)!r}: the FFN would "
-                    "work on other inputs than it was trained on. Add a model that was fine-tuned from the same base."
-                )
+        """Whether both compute alike, but for what only changes the inputs of the FFN."""
+        for key, (theirs, ours) in self._differing(_COMMON).items():
+            raise InvalidInputError(
+                f"{self.name} has {key} {theirs!r} and {self._place} has {ours!r}: they are not of one base, or the "
+                "FFN would compute something else. Add a model that was fine-tuned from the same base."
+            )
+
+    def _differing(self, keys: Sequence[str]) -> dict[str, tuple[object, object]]:
+        """Settings that differ, each with its value of the dense model and of the MoE model."""
+        theirs = settings_of(self._converted.config(), self.dense.checkpoint.path)
+        ours = self._source.checkpoint.settings
+        return {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
+
+    def notes(self) -> list[str]:
+        """Sentences on what differs between the models without being a reason to refuse."""
+        found = [
+            f"{self.name} has {key} {theirs!r} and {self._place} has {ours!r}, so that the new expert is given other "
+            "inputs than it was trained on."
+            for key, (theirs, ours) in self._differing(_INPUTS).items()
+        ]
+        if tokens := self._different_tokens:
+            found.append(
+                f"The tokenizers of {self.name} and {self._place} differ in {tokens} entries: some tokens may have "
+                "meant something else where the new expert was trained."
+            )
+        return found
 
     def _is_optional(self, name: str) -> bool:
         """Whether a model may or may not store a tensor: it follows from its config, or from the embedding."""
@@ -208,7 +228,7 @@ class Contributed:
         return (lost / total) ** 0.5 if total else 0.0
 
     @cached_property
-    def different_tokens(self) -> int:
+    def _different_tokens(self) -> int:
         """Number of entries in which the vocabularies of the two tokenizers differ; 0 where one has none."""
         paths = [self._source.checkpoint.path, self.dense.checkpoint.path]
         if not all(path.is_dir() and has_vocabulary(path) for path in paths):

@@ -140,7 +140,7 @@ def test_a_published_model_without_a_record(
     assert (made.json["experts"], made.json["added"]) == (7, 6)
     assert made.json["sources"][:6] == [None] * 6
     left = run_cli("compress", tmp_path / "more", tmp_path / "left", *DROP, "--drop", 0)
-    assert "made of      not recorded, " in left.stdout
+    assert "made of      5 × not recorded, " in left.stdout
     back = run_cli("compress", tmp_path / "more", tmp_path / "back", *DROP, "--drop", 6)
     assert back.code == 0, back.stderr
     assert logits(tmp_path / "back", tokens).equal(logits(published, tokens))
@@ -340,7 +340,7 @@ def test_words_that_somebody_may_try(run_cli: Any, mixed: Path, tmp_path: Path) 
         ("olmo2", {"num_hidden_layers": 4}, ["decoder layers are 4 there and 3 here"]),
         ("olmo2", {"vocab_size": 300}, ["different vocabularies", "[300, 32] there and [288, 32] here"]),
         ("olmo2", {"hidden_act": "gelu"}, ["hidden_act 'gelu'", "'silu'"]),
-        ("olmo2", {"rope_theta": 77.0}, ["rope_parameters", "fine-tuned from the same base"]),
+        ("olmo2", {"tie_word_embeddings": True}, ["tie_word_embeddings True", "fine-tuned from the same base"]),
         ("olmo2", {"num_attention_heads": 2}, ["different shapes", "k_norm.weight has shape [32] there"]),
         ("llama", {}, ["is a llama", "was made of a olmo2"]),
         ("gpt_neox", {}, ["is a gpt_neox"]),
@@ -368,6 +368,15 @@ def test_a_family_without_a_record(run_cli: Any, dense: Any, save_model: Any, tm
     refused = run_cli("upcycle", olmoe, tmp_path / "out", *ADD, "--source", dense("llama", intermediate_size=24))
     assert refused.code == 3
     assert "is a olmoe: no dense family is known" in refused.stderr
+
+
+def test_other_positions_and_norms_are_told(run_cli: Any, dense: Any, mixed: Path, tmp_path: Path) -> None:
+    """They are the MoE model's; a model with a longer context, say, can be added."""
+    other = dense("olmo2", 9, rope_theta=77.0, rms_norm_eps=0.01)
+    made = run_cli("upcycle", mixed, tmp_path / "out", *ADD, "--source", other, "--json")
+    assert made.code == 0, made.stderr
+    assert "has rope_parameters {'rope_theta': 77.0" in made.json["notes"][0]
+    assert "has rms_norm_eps 0.01" in made.json["notes"][1]
 
 
 def test_other_tokens_are_told(run_cli: Any, mixed: Path, models: list[Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -186,7 +187,10 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
 
 
 def _listed(values: Sequence[object]) -> str:
-    return ", ".join("not recorded" if value is None else str(value) for value in values)
+    """Values with commas; equal ones that follow each other are said once, with their number."""
+    groups = [(value, len(list(group))) for value, group in groupby(values)]
+    names = [("not recorded" if value is None else str(value), count) for value, count in groups]
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in names)
 
 
 def _other_experts(told: AddedResult | DroppedResult) -> list[tuple[str, str]]:

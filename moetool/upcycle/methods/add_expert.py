@@ -163,12 +163,7 @@ class AddExpert(Stage[AddExpertOptions]):
 
     @cached_property
     def _notes(self) -> tuple[str, ...]:
-        notes = []
-        if tokens := self.contributed.different_tokens:
-            notes.append(
-                f"The tokenizers of {self.options.source} and {self.source.checkpoint.path} differ in {tokens} "
-                "entries: some tokens may have meant something else where the new expert was trained."
-            )
+        notes = self.contributed.notes()
         if not self.measures:
             notes.append(
                 "The new expert's router row is random, so that it is chosen by chance until the model is tuned. "
