@@ -1,5 +1,6 @@
 """`export --format gguf` of every family that it knows: what the file holds, and what llama.cpp makes of it."""
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,8 @@ from families import add_prediction_layer
 from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
 from sampling import sampled
 from stored_bits import save_mxfp4
+from tokenizers import Tokenizer, normalizers
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
@@ -62,10 +65,11 @@ def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp
     known = {own: arch for arch, own in gguf.MODEL_ARCH_NAMES.items()}
     if architecture in known:
         own = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[known[architecture]]}
+        if "blk.{bid}.ffn_gate_up_exps" in own:  # read in two tensors, too
+            own |= {"blk.{bid}.ffn_gate_exps", "blk.{bid}.ffn_up_exps"}
         for tensor in reader.tensors:
-            layer = tensor.name.split(".")[1]
-            base = tensor.name.removesuffix(".weight").removesuffix(".bias").replace(f".{layer}.", ".{bid}.")
-            assert base in own, tensor.name
+            base = re.sub(r"^blk\.\d+\.", "blk.{bid}.", tensor.name)
+            assert re.sub(r"\.(weight|bias|scale)$", "", base) in own, tensor.name
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "gpt_oss", "deepseek_v3"])
@@ -95,7 +99,8 @@ def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, 
     found = torch.from_numpy(llama.scores[:48].copy())
     llama.close()
     expected = load(model(name))(tokens[None]).logits[0]
-    assert (found - expected).norm() < 1e-4 * expected.norm()
+    own = 1e-2 if "gemma" in name else 1e-4  # llama.cpp looks gelu up in a table of 16 bits
+    assert (found - expected).norm() < own * expected.norm()
 
 
 @pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
@@ -177,6 +182,22 @@ def test_experts_that_are_published_in_mxfp4_stay_as_they_are(
     assert len(experts) == 12
     for tensor in experts:
         assert (gguf.quants.dequantize(tensor.data, tensor.tensor_type) == before[tensor.name]).all()
+
+
+def test_a_tokenizer_of_pieces_keeps_its_merges_where_llama_cpp_reads_them(
+    run_cli: Any, model: Any, tmp_path: Path
+) -> None:
+    path = model("gemma4_text", vocab_size=266)
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab"]
+    merges = [("a", "b"), ("▁", "ab")]
+    inner = Tokenizer(BPE({piece: token for token, piece in enumerate([*pieces, "▁ab"])}, merges, byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>").save_pretrained(path)
+    assert export(run_cli, path, tmp_path / "out").code == 0
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "gemma4"
+    assert fields["tokenizer.ggml.merges"].contents() == ["a b", "▁ ab"]
+    assert not fields["tokenizer.ggml.add_space_prefix"].contents()
 
 
 def test_a_file_that_is_only_written_is_refused_as_an_input(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -162,8 +162,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         path = self.source.checkpoint.path
         if not has_tokenizer(path):
             return None
-        vocabulary, usual = int(self.source.config.vocab_size), self.source.family.cutting
-        return read_tokenizer(path, vocabulary, self.options.pre_tokenizer, usual)
+        vocabulary, family = int(self.source.config.vocab_size), self.source.family
+        return read_tokenizer(path, vocabulary, self.options.pre_tokenizer, family.cutting, family.pieces)
 
     def plan(self) -> Plan:
         source, tensors = self.source, self._tensors

@@ -96,11 +96,12 @@ def _check_attention(source: GgufSource) -> None:
 def _check_rope(source: GgufSource) -> None:
     family, rope = source.family, source.rope
     own, kind = family.architecture, rope.get("rope_type", "default")
-    if source.rotary_share != 1 and not family.is_partial:
+    if source.rotary_share != 1 and not (family.is_partial or family.has_two_widths):
         raise InvalidInputError(
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
     known = {"default": True, "llama3": family.slows_rope, "dynamic": family.stretches_rope and "alpha" in rope}
+    known["proportional"] = family.has_two_widths
     if not known.get(kind, kind in ROPE_SCALINGS):
         raise InvalidInputError(f"llama.cpp's '{own}' has no rotary embeddings '{kind}'.")
     bases = {rope.get("rope_theta"), source.rope_of_windows.get("rope_theta")}

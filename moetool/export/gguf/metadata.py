@@ -52,6 +52,12 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
 
 def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
     config, start, width = source.config, source.family.architecture, source.head_width
+    if source.family.has_two_widths:
+        for own in HEAD_WIDTHS:
+            writer.add_uint32(f"{start}.{own}", source.whole_width)
+        for own in HEAD_WIDTHS[:2] if source.rope_of_windows.get("partial_rotary_factor") else HEAD_WIDTHS:
+            writer.add_uint32(f"{start}.{own}_swa", width)
+        return
     if not source.family.is_latent:
         widths = width, int(getattr(config, "v_head_dim", None) or width), int(width * source.rotary_share)
         for own, channels in zip(HEAD_WIDTHS, widths, strict=True):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
+_STILL = 1e30
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 ROPE_SCALINGS = ("linear", "yarn")
 WINDOWED, WHOLE = "sliding_attention", "full_attention"  # kinds of layers (`layer_types`)
@@ -87,7 +88,10 @@ class GgufSource:
     @cached_property
     def config(self) -> "PreTrainedConfig":
         """transformers' config of the language model, defaults filled in. Raises `InvalidInputError`."""
-        return model_config(self.checkpoint.config, self.checkpoint.path).get_text_config()
+        text = model_config(self.checkpoint.config, self.checkpoint.path).get_text_config()
+        if getattr(text, "per_layer_config", None):  # what most layers have, where transformers asks which one is meant
+            text.allow_global_per_layer_attribute_access = True
+        return text
 
     @property
     def layers(self) -> int:
@@ -132,7 +136,10 @@ class GgufSource:
             for name, own in names.items()
             if own.endswith("attn_k.weight") and name in self.checkpoint.tensors
         }
-        return [rows.get(layer, 0) // self.head_width for layer in range(self.layers)]
+        widths = [
+            self.head_width if windowed else self.whole_width for windowed in self.windows or [False] * self.layers
+        ]
+        return [rows.get(layer, 0) // width for layer, width in enumerate(widths)]
 
     @property
     def attention_interval(self) -> int:
@@ -215,8 +222,8 @@ class GgufSource:
         if self.is_tied and self.family.needs_head:
             shape = self.checkpoint.info(self._embeddings).shape
             found[HEAD] = self._tensor(HEAD, shape, common, partial(self._rows, self._embeddings, HEAD))
-        if self.rope.get("rope_type") == "llama3":
-            found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (self.head_width // 2,), "f32", self._rope_factors)
+        if self.rope.get("rope_type") in ("llama3", "proportional"):
+            found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (self.whole_width // 2,), "f32", self._rope_factors)
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: _place(tensor.name))
@@ -261,6 +268,14 @@ class GgufSource:
         """Number of channels of one attention head."""
         own = getattr(self.config, "head_dim", None)
         return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def whole_width(self) -> int:
+        """Number of channels of one attention head in layers that attend to all of a text."""
+        if not self.family.has_two_widths or not self.windows or all(self.windows):
+            return self.head_width
+        layer = self.windows.index(False)
+        return self.checkpoint.info(f"{self.layer_prefix(layer)}self_attn.k_norm.weight").shape[0]
 
     @property
     def _expert_names(self) -> set[str]:
@@ -358,6 +373,10 @@ class GgufSource:
     def _rope_factors(self) -> Iterator[Tensor]:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+        if self.rope["rope_type"] == "proportional":  # the others are not turned: by so little that it is nothing
+            turned = int(self.whole_width * self.rotary_share) // 2
+            yield torch.cat([torch.ones(turned), torch.full((self.whole_width // 2 - turned,), _STILL)])
+            return
         slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
         steps = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
         yield self.rope["rope_theta"] ** -steps / slowed

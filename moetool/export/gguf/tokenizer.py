@@ -25,7 +25,7 @@ class GgufTokenizer:
     """A tokenizer.
 
     Attributes:
-        model: `gpt2` for byte-level BPE, `llama` for SentencePiece's.
+        model: `gpt2` for byte-level BPE, `llama` or `gemma4` for SentencePiece's.
         pre: how a text is cut first.
         tokens, kinds: by id, as many as the model has embeddings.
         scores: of a `llama`'s tokens: which of two neighbours are merged first.
@@ -72,13 +72,16 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
-def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None, usual: str | None = None) -> GgufTokenizer:
+def read_tokenizer(
+    path: Path, vocabulary: int, cut: str | None = None, usual: str | None = None, pieces: str = "llama"
+) -> GgufTokenizer:
     """The tokenizer of a checkpoint whose model has so many embeddings.
 
     Args:
         path: its directory.
         vocabulary: rows of the embeddings.
         cut: llama.cpp's name of how it cuts a text, if the user gives one.
+        pieces: llama.cpp's name of one of pieces.
         usual: the name that published tokenizers of the model's family have, where rules do not tell.
 
     Raises:
@@ -112,12 +115,12 @@ def read_tokenizer(path: Path, vocabulary: int, cut: str | None = None, usual: s
         if (token := getattr(loaded, f"{kind}_token_id", None)) is not None and token < vocabulary
     }
     return GgufTokenizer(
-        model="llama" if is_pieces else "gpt2",
+        model=pieces if is_pieces else "gpt2",
         pre="default" if is_pieces else _pre(path, rules, cut, usual),
         tokens=[_as_text(text, kind) for text, kind in zip(tokens, kinds, strict=True)],
         kinds=kinds,
         scores=[_score(token, kind) for token, kind in enumerate(kinds)] if is_pieces else [],
-        merges=[] if is_pieces else [_merge(pair) for pair in model["merges"]],
+        merges=[] if is_pieces and pieces == "llama" else [_merge(pair) for pair in model["merges"]],
         special=special,
         begins=len(marked) > len(plain) and marked[0] == special.get("bos"),
         ends=len(marked) > len(plain) and marked[-1] == special.get("eos"),

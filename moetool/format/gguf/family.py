@@ -88,6 +88,8 @@ class GgufFamily:
         axes: how many pairs of a head's channels turn by time, height and width of a picture, if a config does not say;
             of a text all are the same.
         has_deep_stack: whether layers are given more of a picture.
+        has_two_widths: whether heads are wider in layers that attend to all of a text, and rotary embeddings turn a
+            share of them there (Gemma 4).
         is_latent: whether keys and values come from one small vector per token (DeepSeek's MLA).
         is_lite_by_layers: whether llama.cpp tells by the number of layers if queries come from a small vector, too.
         has_head_norms: whether queries and keys have norms.
@@ -116,6 +118,7 @@ class GgufFamily:
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
+        pieces: llama.cpp's name of a tokenizer of pieces.
         cutting: llama.cpp's name of how published tokenizers of the family cut a text, where their rules do not tell.
         is_read: whether moetool reads its files, too.
         objection: tells of a config why llama.cpp computes another model, if it does.
@@ -135,6 +138,7 @@ class GgufFamily:
     stretches_rope: bool = False
     is_partial: bool = False
     axes: tuple[int, ...] = ()
+    has_two_widths: bool = False
     has_deep_stack: bool = False
     is_latent: bool = False
     is_lite_by_layers: bool = True
@@ -163,6 +167,7 @@ class GgufFamily:
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    pieces: str = "llama"
     cutting: str | None = None
     is_read: bool = False
     objection: Callable[["PreTrainedConfig"], str | None] = _none
@@ -203,7 +208,7 @@ class GgufFamily:
         if moe is None:
             inside |= dict(self.dense)
         else:
-            inside[f"{moe.block}.{moe.router}"] = "ffn_gate_inp.weight"
+            inside[f"{moe.block}.{moe.router}".lstrip(".")] = "ffn_gate_inp.weight"
             inside |= dict.fromkeys(moe.router_others, _CHOICE_BIAS)
             if self.shared_width == "shared_expert_intermediate_size":
                 inside["mlp.shared_expert_gate.weight"] = "ffn_gate_inp_shexp.weight"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from moetool.architectures.shape import ROLES
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.routing import (
     ALL_BIASES,
@@ -69,6 +70,14 @@ _QWEN3_MOE = GgufFamily(
     width_key=EXPERT_WIDTH,
     computes=RENORMALIZED,
 )
+_QWEN3_VL_MOE = replace(
+    _QWEN3_MOE,
+    model_type="qwen3_vl_moe_text",
+    architecture="qwen3vlmoe",
+    axes=(24, 20, 20),
+    has_deep_stack=True,
+    is_read=False,
+)
 _GRANITE_MOE = GgufFamily(
     "granitemoe",
     "granitemoe",
@@ -83,14 +92,8 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
     GgufFamily("mixtral", "llama", is_moe=True, is_read=True, is_interleaved=True, slows_rope=True),
     _QWEN2_MOE,
     _QWEN3_MOE,
-    replace(
-        _QWEN3_MOE,
-        model_type="qwen3_vl_moe_text",
-        architecture="qwen3vlmoe",
-        axes=(24, 20, 20),
-        has_deep_stack=True,
-        is_read=False,
-    ),
+    _QWEN3_VL_MOE,
+    replace(_QWEN3_VL_MOE, model_type="qwen3_omni_moe_text"),
     GgufFamily(
         "olmoe",
         "olmoe",
@@ -172,5 +175,36 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         window_period=0,
         windows_turn_alike=True,
         cutting="cohere2moe",
+    ),
+    GgufFamily(
+        "gemma4_text",
+        "gemma4",
+        is_moe=True,
+        has_head_norms=True,
+        has_two_widths=True,
+        varies_heads=True,
+        experts_key="num_experts",
+        width_key=EXPERT_WIDTH,
+        window_period=0,
+        names={
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+            "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+            "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+            **{f"post_feedforward_layernorm_{one}.weight": f"post_ffw_norm_{one}.weight" for one in (1, 2)},
+            **{f"mlp.{role}_proj.weight": f"ffn_{role}.weight" for role in ROLES},
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "layer_scalar": "layer_output_scale.weight",
+        },
+        multipliers={"final_logit_softcapping": "final_logit_softcapping"},
+        fixed={"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
+        computes={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "hidden_size_per_layer_input": (0, None),
+            "num_kv_shared_layers": (0,),
+            "use_double_wide_mlp": (False,),
+        },
+        pieces="gemma4",
     ),
 )
