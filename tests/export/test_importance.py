@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_models import gguf_model
 from torch import nn
 
 from moetool.calibration.held_experts import ExpertRun
@@ -74,3 +75,29 @@ def test_projections_are_watched_and_rows_turned_as_in_the_file(source: GgufSour
     assert torch.equal(moments.sensitivity("blk.1.attn_q.weight"), interleaved(rows.double().square(), 4))
     assert not torch.equal(moments.sensitivity("blk.1.attn_q.weight"), found.sensitivity[0])
     assert not moments.by_name["blk.1.attn_v.weight"].counts.any()
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "names"),
+    [
+        ("qwen3_next", "linear_attn.in_proj_qkvz", ("attn_qkv.weight", "attn_gate.weight")),
+        ("qwen3_5_moe_text", "linear_attn.in_proj_qkv", ("attn_qkv.weight",)),
+    ],
+)
+def test_rows_that_lie_otherwise_in_the_file_keep_their_sensitivity(
+    tmp_path: Path, family: str, path: str, names: tuple[str, ...]
+) -> None:
+    """A row of the file has the gradients of the output that the same numbers compute."""
+    model = gguf_model(family)
+    model.save_pretrained(tmp_path / "model")
+    source = GgufSource.of(Checkpoint.open(tmp_path / "model"))
+    layer = model.model.layers[0]
+    projection = layer.get_submodule(path)
+    moments, inputs = LayerMoments(source, 0, layer, CPU), torch.randn(2, 7, 32)
+    weight = projection.weight.detach()
+    with moments.watching():  # the gradient of an output is the first number of its row
+        (projection(inputs) * weight[:, 0]).sum().backward()
+    tensors = {tensor.name: tensor for tensor in source.tensors("f32", "f32")}
+    for name in names:
+        rows = torch.cat(list(tensors[f"blk.0.{name}"].parts()))
+        torch.testing.assert_close(moments.sensitivity(f"blk.0.{name}").float(), rows[:, 0].square())

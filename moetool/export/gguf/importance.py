@@ -4,7 +4,7 @@ The first is llama.cpp's importance matrix: Σ x² of every input, by expert. Wi
 in a matrix then costs about `Σ_j mean(δ_j²) Σ_i Σ(x_i²) E_ji²` in loss, as in `compress.factors.sensitivity`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,8 @@ from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.words import EXPERTS, layer_in_file
+
+_Apart = Callable[[Tensor], Sequence[Tensor]]  # rows of a module's weight `[out, …]` as those of the file's tensors
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,16 @@ class LayerMoments(Collector):
     def __init__(self, source: GgufSource, layer: int, module: nn.Module, device: torch.device) -> None:
         self._source, self._layer = source, layer
         self.by_name: dict[str, Moments] = {}
-        self._modules: list[tuple[nn.Module, list[Moments]]] = []
+        self._modules: list[tuple[nn.Module, list[Moments], _Apart]] = []
+        settings, changes = source.config.to_dict(), source.changes(layer)
         for path, names in source.projections(layer).items():
             projection = module.get_submodule(path)
             assert isinstance(projection, nn.Linear)
-            rows = projection.out_features // len(names)
-            own = {name: Moments.none(1, (rows, projection.in_features), device) for name in names}
-            self._modules.append((projection, list(own.values())))
+            columns, change = projection.in_features, changes.get(path)
+            apart = partial(_chunks, len(names)) if change is None else partial(change.apart, settings)
+            rows = [len(part) for part in apart(torch.empty(projection.out_features, 1, device="meta"))]
+            own = {name: Moments.none(1, (size, columns), device) for name, size in zip(names, rows, strict=True)}
+            self._modules.append((projection, list(own.values()), apart))
             self.by_name |= own
         if source.experts is not None and layer in source.experts.moe_layers:
             shape = source.experts.shape
@@ -86,13 +91,13 @@ class LayerMoments(Collector):
             own.add(expert, inputs)
         self._experts["down"].add(expert, work.activation)
         if work.gate_up.requires_grad:
-            work.gate_up.register_hook(partial(_add_gradients, entering, expert))
-            work.product.register_hook(partial(_add_gradients, [self._experts["down"]], expert))
+            work.gate_up.register_hook(partial(_add_gradients, entering, expert, partial(_chunks, len(entering))))
+            work.product.register_hook(partial(_add_gradients, [self._experts["down"]], expert, partial(_chunks, 1)))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """See what runs through the projections beside the experts, and what comes back."""
-        handles = [module.register_forward_hook(partial(_see, moments)) for module, moments in self._modules]
+        handles = [module.register_forward_hook(partial(_see, own, apart)) for module, own, apart in self._modules]
         try:
             yield
         finally:
@@ -105,13 +110,17 @@ class LayerMoments(Collector):
         return self._source.turned(name, found[0]) if len(found) == 1 else found.flatten()
 
 
-def _see(moments: Sequence[Moments], _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _chunks(count: int, rows: Tensor) -> Sequence[Tensor]:
+    return rows.chunk(count)
+
+
+def _see(moments: Sequence[Moments], apart: _Apart, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     for own in moments:
         own.add(0, inputs[0])
     if output.requires_grad:
-        output.register_hook(partial(_add_gradients, moments, 0))
+        output.register_hook(partial(_add_gradients, moments, 0, apart))
 
 
-def _add_gradients(moments: Sequence[Moments], matrix: int, gradients: Tensor) -> None:
-    for own, part in zip(moments, gradients.chunk(len(moments), dim=-1), strict=True):
-        own.add_gradients(matrix, part)
+def _add_gradients(moments: Sequence[Moments], matrix: int, apart: _Apart, gradients: Tensor) -> None:
+    for own, part in zip(moments, apart(gradients.flatten(0, -2).T), strict=True):
+        own.add_gradients(matrix, part.T)

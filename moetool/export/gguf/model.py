@@ -247,6 +247,8 @@ class GgufSource:
                 continue
             if type_for(own, self.checkpoint.info(name).shape, "f16") != "f32":
                 found[self.family.module_path(name.removeprefix(prefix))].append(own)
+        for path, change in self.changes(layer).items():
+            found[path] += [layer_in_file(layer, own) for own in change.names]
         if (
             self.moe is not None
             and self.family.has_shared
@@ -257,6 +259,15 @@ class GgufSource:
                 module = name.removeprefix(prefix).removesuffix(".weight")
                 found[module] += [layer_in_file(layer, SHARED_EXPERT[role]) for role in roles]
         return found
+
+    def changes(self, layer: int) -> dict[str, Change]:
+        """By module of a loaded layer, how rows of its weight are arranged in the file, where that is not by heads."""
+        changed, prefix = self.family.changed([layer], self.moe), self.layer_prefix(layer)
+        return {
+            name.removeprefix(prefix).removesuffix(".weight"): change
+            for name, (change, _) in changed.items()
+            if change.keeps_inputs and name in self.checkpoint.tensors
+        }
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
         """Reorder values per row of a tensor, named as in GGUF, from the model's order of rows to the file's."""
@@ -301,8 +312,8 @@ class GgufSource:
         return is_seen or name.startswith("mtp.")
 
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
-        """Tensors of the file that one of the checkpoint becomes; nothing is known of their inputs."""
-        wanted: NumberType = "q8_0" if is_quantized(common) else common
+        """Tensors of the file that one of the checkpoint becomes."""
+        wanted: NumberType = "q8_0" if is_quantized(common) and not change.keeps_inputs else common
         settings = self.config.to_dict()
         empty = torch.empty(self.checkpoint.info(name).shape, device="meta")
         for index, (own, shape) in enumerate(zip(owns, change.apart(settings, empty), strict=True)):
@@ -310,7 +321,7 @@ class GgufSource:
             def parts(index: int = index) -> Iterator[Tensor]:
                 yield change.apart(settings, self.checkpoint.read(name))[index].contiguous()
 
-            yield replace(self._tensor(own, tuple(shape.shape), wanted, parts), has_inputs=False)
+            yield replace(self._tensor(own, tuple(shape.shape), wanted, parts), has_inputs=change.keeps_inputs)
 
     def _rows(self, name: str, own: str) -> Iterator[Tensor]:
         shape = self.checkpoint.info(name).shape

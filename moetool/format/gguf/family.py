@@ -60,11 +60,13 @@ class Change:
         names: of the file's tensors, without their layer.
         apart: makes these of the checkpoint's tensor, given the model's config.
         together: makes the checkpoint's tensor of these.
+        keeps_inputs: whether only rows lie otherwise, so that `apart` also takes numbers `[rows]`.
     """
 
     names: tuple[str, ...]
     apart: Callable[[Config, Tensor], Sequence[Tensor]]
     together: Callable[[Config, Sequence[Tensor]], Tensor]
+    keeps_inputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ def _changed(name: str, there: _Turn, back: _Turn) -> Change:
     return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
 
 
+def _turned(name: str, there: _Turn, back: _Turn) -> Change:
+    """A change of the order of rows."""
+    return replace(_changed(name, there, back), keeps_inputs=True)
+
+
 def _without_middle(name: str) -> Change:
     """Kernels `[channels, 1, width]` of a convolution, which a file has as `[channels, width]`."""
     return _changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
@@ -128,7 +133,9 @@ _QWEN3_NEXT = GgufFamily(
         **_NORMS_PLUS_ONE,
         "linear_attn.A_log": _changed("ssm_a", _decay, _logarithm),
         "linear_attn.conv1d.weight": _without_middle("ssm_conv1d.weight"),
-        "linear_attn.in_proj_qkvz.weight": Change(("attn_qkv.weight", "attn_gate.weight"), _taken_apart, _put_together),
+        "linear_attn.in_proj_qkvz.weight": Change(
+            ("attn_qkv.weight", "attn_gate.weight"), _taken_apart, _put_together, keeps_inputs=True
+        ),
     },
     counts={
         "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -152,10 +159,10 @@ _QWEN3_5_MOE = replace(
             lambda config, given: _logarithm(config, _tiled(config, given, back=True)),
         ),
         "linear_attn.dt_bias": _changed("ssm_dt.bias", _tiled, _back(_tiled)),
-        "linear_attn.in_proj_qkv.weight": _changed("attn_qkv.weight", _last_tiled, _back(_last_tiled)),
-        "linear_attn.in_proj_z.weight": _changed("attn_gate.weight", _tiled, _back(_tiled)),
-        "linear_attn.in_proj_a.weight": _changed("ssm_alpha.weight", _tiled, _back(_tiled)),
-        "linear_attn.in_proj_b.weight": _changed("ssm_beta.weight", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_qkv.weight": _turned("attn_qkv.weight", _last_tiled, _back(_last_tiled)),
+        "linear_attn.in_proj_z.weight": _turned("attn_gate.weight", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_a.weight": _turned("ssm_alpha.weight", _tiled, _back(_tiled)),
+        "linear_attn.in_proj_b.weight": _turned("ssm_beta.weight", _tiled, _back(_tiled)),
         "linear_attn.conv1d.weight": _changed(
             "ssm_conv1d.weight",
             lambda config, given: _last_tiled(config, given.squeeze(1)),
