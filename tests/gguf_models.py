@@ -33,6 +33,12 @@ _DELTA_RULE = {
 GGUF_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v3-yarn": {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek_v3-scores": {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
+    "deepseek_v32-scores": {
+        "index_topk": 64,
+        "index_head_dim": 128,
+        "rope_parameters": {**_YARN, "attention_factor": 1.3, "mscale_all_dim": 1.0},
+    },
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_hidden_layers": 27},
     "deepseek_v32": {"index_topk": 64, "index_head_dim": 128},
     "glm_moe_dsa": {"index_topk": 64, "index_head_dim": 128},
@@ -51,7 +57,12 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_PLAIN_ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     },
     "qwen3_moe-yarn": {"decoder_sparse_step": 1, "rope_parameters": {**_YARN, "attention_factor": 1.5}},
+    "qwen3_moe-scales": {
+        "decoder_sparse_step": 1,
+        "rope_parameters": {**_YARN, "factor": None, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "minimax_m2": {},
+    "minimax_m2-tied": {"tie_word_embeddings": True},
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "exaone_moe-slowed": {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _SLOWED},
     "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},

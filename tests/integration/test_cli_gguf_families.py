@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load
+from checkpoints import load, tensors_of
 from families import add_prediction_layer
 from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
 from sampling import sampled
@@ -126,6 +126,29 @@ def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, t
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
         ("lfm2_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "linear"),
+        (
+            "glm_moe_dsa",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            "mscale_all_dim",
+        ),
+        (
+            "gemma4_text",
+            {
+                "rope_parameters": {
+                    WHOLE: {"rope_type": "default", "rope_theta": 1e4},
+                    WINDOW: {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "default",
+        ),
         (
             "mellum",
             {
@@ -166,6 +189,28 @@ def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, mode
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
     assert fields["qwen3vlmoe.n_deepstack_layers"].contents() == 2
     assert fields["qwen3vlmoe.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "dots1", "exaone_moe", "mellum", "mimo_v2_flash", "minimax_m2"])
+def test_tied_embeddings_are_there_twice_where_llama_cpp_wants_a_head(
+    run_cli: Any, model: Any, tmp_path: Path, name: str
+) -> None:
+    result = export(run_cli, model(name, tie_word_embeddings=True), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert (tensors["output.weight"] == tensors["token_embd.weight"]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe", "nemotron_h"])
+def test_a_head_is_left_out_only_where_transformers_ties_it(
+    run_cli: Any, model: Any, tmp_path: Path, name: str
+) -> None:
+    """What the config of the whole model says counts, not that of the language model in it; Nemotron-H never ties."""
+    source = model(name, tie_word_embeddings=True)
+    result = export(run_cli, source, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert (tensors["output.weight"] == tensors_of(source)["lm_head.weight"].numpy()).all()
 
 
 def test_experts_that_are_published_in_mxfp4_stay_as_they_are(

@@ -3,6 +3,7 @@
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.model import ROPE_SCALINGS, WHOLE, GgufSource
+from moetool.export.gguf.yarn import stretch, yarn_strengths
 from moetool.runtime.building import check_sizes
 
 _LITE_LAYERS, _LITE_VOCABULARY = (26, 27), (48, 128256)  # with so many tokens
@@ -101,9 +102,17 @@ def _check_rope(source: GgufSource) -> None:
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
     known = {"default": True, "llama3": family.slows_rope, "dynamic": family.stretches_rope and "alpha" in rope}
-    known["proportional"] = family.has_two_widths
+    if family.has_two_widths:  # llama.cpp wants to be told of every pair of channels
+        known = {"proportional": True, **dict.fromkeys(("default", *ROPE_SCALINGS), False)}
+    if family.is_latent:  # whose scores llama.cpp would multiply, too
+        known["linear"] = False
     if not known.get(kind, kind in ROPE_SCALINGS):
         raise InvalidInputError(f"llama.cpp's '{own}' has no rotary embeddings '{kind}'.")
+    if kind == "yarn" and not family.weighs_scores and yarn_strengths(family, rope, stretch(source))[1]:
+        raise InvalidInputError(
+            "YaRN multiplies rotary embeddings and scores of this model by two numbers (mscale, mscale_all_dim); "
+            f"llama.cpp's '{own}' multiplies both by the same one."
+        )
     bases = {rope.get("rope_theta"), source.rope_of_windows.get("rope_theta")}
     if source.windows and family.windows_turn_alike and len(bases) > 1:
         raise InvalidInputError(

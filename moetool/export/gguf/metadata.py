@@ -1,9 +1,9 @@
 """What a GGUF file says of its model: sizes, how its layers compute, rotary embeddings."""
 
-import math
 from typing import TYPE_CHECKING
 
 from moetool.export.gguf.model import ROPE_SCALINGS, GgufSource
+from moetool.export.gguf.yarn import stretch, yarn_strengths
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -84,19 +84,20 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_SCALINGS:
         return
+    factor = stretch(source)
     writer.add_string(f"{start}.rope.scaling.type", kind)
-    writer.add_float32(f"{start}.rope.scaling.factor", float(rope["factor"]))
+    writer.add_float32(f"{start}.rope.scaling.factor", factor)
     if kind == "yarn":
         original = rope.get("original_max_position_embeddings") or source.config.max_position_embeddings
         writer.add_uint32(f"{start}.rope.scaling.original_context_length", int(original))
         for key in ("beta_fast", "beta_slow"):
             if (value := rope.get(key)) is not None:
                 writer.add_float32(f"{start}.rope.scaling.yarn_{key}", float(value))
-        if (strength := rope.get("attention_factor")) is not None:  # llama.cpp multiplies by YaRN's own all the same
-            own = 1 + 0.1 * math.log(float(rope["factor"]))
-            writer.add_float32(f"{start}.rope.scaling.attn_factor", float(strength) / own)
-        if source.family.is_latent and (share := rope.get("mscale_all_dim")):
-            writer.add_float32(f"{start}.rope.scaling.yarn_log_multiplier", 0.1 * float(share))
+        attn_factor, log_multiplier = yarn_strengths(source.family, rope, factor)
+        if attn_factor != 1:
+            writer.add_float32(f"{start}.rope.scaling.attn_factor", attn_factor)
+        if log_multiplier:
+            writer.add_float32(f"{start}.rope.scaling.yarn_log_multiplier", log_multiplier)
 
 
 def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:

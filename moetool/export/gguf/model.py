@@ -174,8 +174,10 @@ class GgufSource:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the model's head shares the matrix of its embeddings."""
-        return bool(self.config.tie_word_embeddings) or self._head not in self.checkpoint.tensors
+        """Whether the model's head shares the matrix of its embeddings, which the config of the whole model says."""
+        whole = model_config(self.checkpoint.config, self.checkpoint.path)
+        is_said = self.family.may_tie and getattr(whole, "tie_word_embeddings", False)
+        return is_said or self._head not in self.checkpoint.tensors
 
     @property
     def _head(self) -> str:

@@ -93,6 +93,7 @@ class GgufFamily:
         has_two_widths: whether heads are wider in layers that attend to all of a text, and rotary embeddings turn a
             share of them there (Gemma 4).
         is_latent: whether keys and values come from one small vector per token (DeepSeek's MLA).
+        weighs_scores: whether a file may say by how much YaRN multiplies their scores.
         is_lite_by_layers: whether llama.cpp tells by the number of layers if queries come from a small vector, too.
         has_head_norms: whether queries and keys have norms.
         is_square: whether heads have to add up to the hidden size.
@@ -100,6 +101,7 @@ class GgufFamily:
         groups_experts: whether a token's experts may be taken from some groups of them.
         has_shared: whether it may have a shared expert.
         biases: attention modules that may have one.
+        may_tie: whether transformers ties embeddings where a config says so.
         needs_head: whether tied embeddings have to be there a second time, as the output matrix.
         experts_key: config key of the number of experts.
         width_key: metadata key of the experts' width.
@@ -143,6 +145,7 @@ class GgufFamily:
     has_two_widths: bool = False
     has_deep_stack: bool = False
     is_latent: bool = False
+    weighs_scores: bool = True
     is_lite_by_layers: bool = True
     has_head_norms: bool = False
     is_square: bool = False
@@ -150,6 +153,7 @@ class GgufFamily:
     groups_experts: bool = False
     has_shared: bool = False
     biases: tuple[str, ...] = ()
+    may_tie: bool = True
     needs_head: bool = False
     experts_key: str = "num_local_experts"
     width_key: str = "feed_forward_length"

@@ -106,7 +106,7 @@ OF_LATENT: tuple[GgufFamily, ...] = (
         cutting="deepseek-llm",
     ),
     _DEEPSEEK_V32,
-    replace(_DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", cutting="glm4"),
+    replace(_DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", weighs_scores=False, cutting="glm4"),
     replace(
         _DEEPSEEK_V3,
         model_type="mistral4",

@@ -268,6 +268,7 @@ _NEMOTRON_H = GgufFamily(
     "nemotron_h",
     "nemotron_h_moe",
     is_moe=True,
+    may_tie=False,
     mixes_layers=True,
     varies_heads=True,
     skips_experts=True,

@@ -135,6 +135,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         "gpt_oss",
         "gpt-oss",
         is_moe=True,
+        needs_head=True,
         biases=ALL_BIASES,
         width_key=EXPERT_WIDTH,
         names={
@@ -151,6 +152,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         "mellum",
         "mellum",
         is_moe=True,
+        needs_head=True,
         has_head_norms=True,
         width_key=EXPERT_WIDTH,
         computes=RENORMALIZED,
