@@ -133,6 +133,16 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "shared_expert_intermediate_size": 24,
     },
+    "laguna-heads": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "head_dim": 8,
+        "num_attention_heads_per_layer": [2, 4, 4],
+        "layer_types": [WHOLE, WINDOW, WINDOW],
+        "sliding_window": 16,
+        "rope_parameters": {WHOLE: {**_YARN, "partial_rotary_factor": 0.5}, WINDOW: _PLAIN_ROPE},
+    },
     "qwen3_next": {"mlp_only_layers": []},
     "qwen3_5_moe_text": {
         **_DELTA_RULE,

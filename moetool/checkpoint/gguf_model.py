@@ -221,8 +221,9 @@ class GgufModel:
     @cached_property
     def heads(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values, as the metadata has them."""
-        heads, groups = int(self._number("attention.head_count")), self._field(f"{self._start}.attention.head_count_kv")
-        return heads, max(groups) if isinstance(groups, list) else int(groups or heads)
+        of_queries, of_keys = (self._field(f"{self._start}.attention.head_count{end}") for end in ("", "_kv"))
+        heads = max(of_queries) if isinstance(of_queries, list) else int(self._number("attention.head_count"))
+        return heads, max(of_keys) if isinstance(of_keys, list) else int(of_keys or heads)
 
     def unit(self, layer: int, *, known_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a layer, or (-1) of what is outside, under a checkpoint's names. Of experts whole matrices.

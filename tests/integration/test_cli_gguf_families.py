@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 
 Made = Callable[[str], Path]
+TURNED = {"rope_type": "default", "rope_theta": 1e4}
+HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
 STRUCTURES = (
     "deepseek_v3",
     "gpt_oss",
@@ -126,6 +128,22 @@ def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, t
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
         ("lfm2_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias"),
+        ("mimo_v2_flash", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("mimo_v2_flash", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
+        ("mimo_v2_flash", {"rope_parameters": {WHOLE: HALF_TURNED, WINDOW: TURNED}}, "another share"),
+        ("laguna", {"layer_types": [WINDOW, WHOLE, WINDOW]}, "another share"),
+        (
+            "mellum",
+            {"rope_parameters": {WHOLE: TURNED, WINDOW: {**TURNED, "rope_type": "linear", "factor": 2.0}}},
+            "linear",
+        ),
+        ("exaone_moe", {"layer_types": [WHOLE] * 3}, "wants windows"),
+        ("granitemoehybrid", {"time_step_limit": (0.01, 0.1)}, "time_step_limit"),
+        ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias"),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias"),
+        ("jamba", {"mamba_expand": 3}, "mamba_expand"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "linear"),
         (
             "glm_moe_dsa",
@@ -199,6 +217,13 @@ def test_tied_embeddings_are_there_twice_where_llama_cpp_wants_a_head(
     assert result.code == 0, result.stderr
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert (tensors["output.weight"] == tensors["token_embd.weight"]).all()
+
+
+def test_heads_of_queries_may_differ_by_layer(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    result = export(run_cli, model("laguna-heads"), tmp_path / "out", "--type", "q8_0")
+    assert result.code == 0, result.stderr
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["laguna.attention.head_count"].contents() == [2, 4, 4]
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe", "nemotron_h"])

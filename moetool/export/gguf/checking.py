@@ -78,6 +78,10 @@ def _check_attention(source: GgufSource) -> None:
             f"llama.cpp's '{own}' lets every {period}th layer attend to all of a text and the others to a window; the "
             "layers of this model (layer_types) do otherwise."
         )
+    if family.needs_windows and not source.windows:
+        raise InvalidInputError(
+            f"Every layer of this model attends to all of a text (layer_types); llama.cpp's '{own}' wants windows."
+        )
     if family.attention_interval is not None:
         every = source.attention_interval
         if [kind == WHOLE for kind in config.layer_types] != [layer % every == 0 for layer in layers]:
@@ -113,10 +117,27 @@ def _check_rope(source: GgufSource) -> None:
             "YaRN multiplies rotary embeddings and scores of this model by two numbers (mscale, mscale_all_dim); "
             f"llama.cpp's '{own}' multiplies both by the same one."
         )
-    bases = {rope.get("rope_theta"), source.rope_of_windows.get("rope_theta")}
-    if source.windows and family.windows_turn_alike and len(bases) > 1:
+    if source.windows:
+        _check_rope_of_windows(source)
+
+
+def _check_rope_of_windows(source: GgufSource) -> None:
+    family, rope, other, own = source.family, source.rope, source.rope_of_windows, source.family.architecture
+    if family.windows_turn_alike and rope.get("rope_theta") != other.get("rope_theta"):
         raise InvalidInputError(
             f"Rotary embeddings have another base in layers with a window; llama.cpp's '{own}' has one for all."
+        )
+    if other is not rope and (kind := other.get("rope_type", "default")) != "default":
+        raise InvalidInputError(
+            f"Layers with a window have rotary embeddings '{kind}' of their own; llama.cpp's '{own}' has none there."
+        )
+    shares = {one.get("partial_rotary_factor") or 1.0 for one in (rope, other)}
+    is_turned = family.has_two_widths or all(source.windows) or (family.turns_shares and not source.windows[0])
+    if len(shares) > 1 and not is_turned:
+        where = " unless the first layer attends to all of a text" if family.turns_shares else ""
+        raise InvalidInputError(
+            "Rotary embeddings turn another share of each head in layers with a window (partial_rotary_factor); "
+            f"llama.cpp's '{own}' turns the same{where}."
         )
 
 

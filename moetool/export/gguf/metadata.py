@@ -28,6 +28,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     for key, own in {**COUNTS, **family.counts}.items():
         if key == "num_key_value_heads" and source.heads_by_layer is not None:
             writer.add_array(f"{start}.{own}", source.heads_by_layer)
+        elif key == "num_attention_heads" and len(set(source.query_heads)) > 1:
+            writer.add_array(f"{start}.{own}", source.query_heads)
         elif (value := heads.get(key, getattr(config, key, None))) is not None:
             writer.add_uint32(f"{start}.{own}", int(value))
     for key, own in {**FRACTIONS, **family.multipliers}.items():
@@ -109,8 +111,9 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_array(f"{start}.attention.sliding_window_pattern", source.windows)
     rope = source.rope_of_windows
     writer.add_float32(f"{start}.{ROPE_BASE}_swa", float(rope["rope_theta"]))
-    if (share := rope.get("partial_rotary_factor")) is not None:
-        writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share)))
+    share = rope.get("partial_rotary_factor")
+    if share is not None or source.family.turns_shares:
+        writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share or 1.0)))
 
 
 def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:

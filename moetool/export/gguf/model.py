@@ -120,10 +120,16 @@ class GgufSource:
     @property
     def heads_in_file(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values: of latent attention one, as llama.cpp computes it."""
-        heads = int(self.config.num_attention_heads)
+        heads = max(self.query_heads)
         if self.heads_by_layer is not None:
             return heads, max(self.heads_by_layer)
         return heads, 1 if self.family.is_latent else int(self.config.num_key_value_heads)
+
+    @property
+    def query_heads(self) -> list[int]:
+        """Heads of queries of each layer, which may differ in Laguna."""
+        own = getattr(self.config, "num_attention_heads_per_layer", None)
+        return list(own or [int(self.config.num_attention_heads)] * self.layers)
 
     @property
     def heads_by_layer(self) -> list[int] | None:
@@ -157,14 +163,16 @@ class GgufSource:
     def rope(self) -> Mapping[str, Any]:
         """The parameters of the rotary embeddings, as `config.json` has them; of layers that attend to all of a text,
         where others have parameters of their own."""
-        found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        return found.get(WHOLE) or found
+        return self._rope_of(WHOLE)
 
     @property
     def rope_of_windows(self) -> Mapping[str, Any]:
         """As `rope`, of layers that attend to a window."""
+        return self._rope_of(WINDOWED)
+
+    def _rope_of(self, kind: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        return found.get(WINDOWED) or found
+        return found.get(kind) or found
 
     @property
     def rotary_share(self) -> float:

@@ -109,7 +109,9 @@ class GgufFamily:
         dense_width: config key of the width of layers without experts.
         window_period: layers of which the last attends to all of a text and the others to a window of it; 0 if a file
             says so layer by layer, `None` if llama.cpp knows no windows here.
+        needs_windows: whether llama.cpp loads no model without one.
         windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
+        turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
         outside: tensors outside of layers, likewise.
         modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
@@ -160,7 +162,9 @@ class GgufFamily:
     shared_width: str | None = None
     dense_width: str = "intermediate_size"
     window_period: int | None = None
+    needs_windows: bool = False
     windows_turn_alike: bool = False
+    turns_shares: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)

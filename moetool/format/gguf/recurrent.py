@@ -4,6 +4,7 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/qwen.py`, `conversio
 `conversion/jamba.py`, `conversion/nemotron.py`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -230,6 +231,7 @@ _GRANITE_HYBRID = GgufFamily(
         "logits_scaling": "logit_scale",
     },
     products={"ssm.inner_size": ("mamba_n_heads", "mamba_d_head")},
+    computes={"mamba_conv_bias": (True,), "time_step_limit": ((0.0, math.inf),)},
     choices={"position_embedding_type": ("rope.scaling.finetuned", {"rope": True, "nope": False, None: False})},
 )
 _JAMBA = GgufFamily(
@@ -262,6 +264,7 @@ _JAMBA = GgufFamily(
         "mamba_dt_rank": "ssm.time_step_rank",
     },
     products={"ssm.inner_size": ("mamba_expand", "hidden_size")},
+    computes={"mamba_conv_bias": (True,), "mamba_expand": (2,)},
 )
 _NEMOTRON_NAMES, _NEMOTRON_CHANGES = _mamba2("mixer", "n_groups")
 _NEMOTRON_H = GgufFamily(
@@ -300,7 +303,13 @@ _NEMOTRON_H = GgufFamily(
     flags={"norm_topk_prob": "expert_weights_norm"},
     products={"ssm.inner_size": ("mamba_num_heads", "mamba_head_dim")},
     fixed={GATING: 2},
-    computes={"mlp_hidden_act": ("relu2",), "moe_latent_size": (None,), "use_bias": (False,), "mlp_bias": (False,)},
+    computes={
+        "mlp_hidden_act": ("relu2",),
+        "moe_latent_size": (None,),
+        "use_conv_bias": (True,),
+        "use_bias": (False,),
+        "mlp_bias": (False,),
+    },
 )
 _BY_NUMBER = ((1, "gate"), (2, "down"), (3, "up"))
 _LFM2_MOE = GgufFamily(

@@ -117,7 +117,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         experts_key="moe_num_experts",
         width_key=EXPERT_WIDTH,
         counts={"moe_num_shared_experts": SHARED_COUNT, "moe_layer_interval": "interleave_moe_layer_step"},
-        computes={"moe_layer_interval": (1,), "use_bias": (False,)},
+        computes={"moe_layer_interval": (1,), "use_bias": (False,), "moe_norm_min": (1e-12,)},
     ),
     GgufFamily(
         "hunyuan_v1_moe",
@@ -144,7 +144,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
             "mlp.router.bias": "ffn_gate_inp.bias",
         },
         fixed=SOFTMAX_OF_CHOSEN,
-        computes={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        computes={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "attention_bias": (True,)},
         window_period=2,
         cutting="gpt-4o",
     ),
@@ -175,6 +175,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         choices={"expert_selection_fn": (GATING, {"softmax": 1, "sigmoid": 2})},
         computes={"shared_expert_combination_strategy": ("average",), "attention_bias": (False,)},
         window_period=0,
+        needs_windows=True,
         windows_turn_alike=True,
         cutting="cohere2moe",
     ),
@@ -188,6 +189,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         experts_key="num_experts",
         width_key=EXPERT_WIDTH,
         window_period=0,
+        needs_windows=True,
         names={
             "post_attention_layernorm.weight": "post_attention_norm.weight",
             "pre_feedforward_layernorm.weight": "ffn_norm.weight",
