@@ -119,6 +119,23 @@ def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, t
     assert fixed.code == 0, fixed.stderr
 
 
+@pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
+def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
+    run_cli: Any, model: Made, tmp_path: Path, tiny_text: Path, name: str
+) -> None:
+    text = "--calibration", tiny_text, "--samples", 2, "--sequence-length", 32
+    result = export(run_cli, model(name), tmp_path / "out", *text, "--type", "f16", "--target-bpw", 12)
+    assert result.code == 0, result.stderr
+    wide = {tensor.name: tensor.shape for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    measured = gguf.GGUFReader(tmp_path / "out" / "imatrix.gguf").tensors
+    inputs = {tensor.name.removesuffix(".in_sum2"): tensor.shape for tensor in measured if "in_sum2" in tensor.name}
+    lines = (tmp_path / "out" / "tensor-types.txt").read_text().splitlines()
+    typed = {line.partition("=")[0].strip("^$").replace("\\", "") for line in lines}
+    assert typed
+    assert typed | inputs.keys() <= wide.keys()
+    assert all(inputs[tensor][0] == wide[tensor][0] for tensor in inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [

@@ -87,6 +87,8 @@ def offered_types(tensor: GgufTensor, *, is_tied: bool) -> tuple[FewBits, ...]:
     columns = tensor.shape[-1]
     if tensor.is_always_wide:
         return ()
+    if not tensor.has_inputs:  # nothing tells what errors in it cost
+        return (_Q8,) if columns % 32 == 0 else ()
     types = (*_K_QUANTS, _Q8) if columns % 256 == 0 else (*_SHORT, _Q8) if columns % 32 == 0 else ()
     if (least := _OUTSIDE.get(HEAD if is_tied and tensor.name == EMBEDDINGS else tensor.name)) is not None:
         return next(((kind,) for kind in types if kind.bits >= least), ())
