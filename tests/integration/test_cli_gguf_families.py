@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load, tensors_of
+from checkpoints import copy_of, load, tensors_of
 from families import add_prediction_layer
 from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
+from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
 from tokenizers import Tokenizer, normalizers
@@ -216,6 +217,24 @@ def test_layers_that_predict_more_tokens_are_left_out(run_cli: Any, model: Any, 
         assert result.code == 0, result.stderr
         files.append((tmp_path / str(number) / "model.gguf").read_bytes())
     assert len(files[0]) == len(files[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
+        ("ernie4_5_moe", "model.mtp_emb_norm.0.weight"),
+        ("mimo_v2_flash", "model.mtp.layers.0.input_layernorm.weight"),
+        ("qwen3_next", "mtp.norm.weight"),
+    ],
+)
+def test_layers_that_predict_more_tokens_are_known_by_name(
+    run_cli: Any, model: Made, tmp_path: Path, name: str, further: str
+) -> None:
+    source = copy_of(model(name), tmp_path / "source")
+    save_file({**tensors_of(source), further: torch.ones(32)}, source / "model.safetensors", {"format": "pt"})
+    result = export(run_cli, source, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
 
 
 def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, model: Made, tmp_path: Path) -> None:

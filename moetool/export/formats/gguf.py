@@ -40,7 +40,7 @@ from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, he
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
 from moetool.export.gguf.metadata import describe_model
-from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.modelfile import modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
 from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
@@ -49,7 +49,7 @@ from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType
-from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library
+from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length

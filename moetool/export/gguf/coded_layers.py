@@ -20,10 +20,10 @@ from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import GgufTensor, check_finite
-from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES
-from moetool.format.gguf.words import EXPERTS, layer_in_file
+from moetool.format.gguf.words import EXPERTS, layer_in_file, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.numerics.gram import Gram

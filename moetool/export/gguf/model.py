@@ -25,7 +25,6 @@ from moetool.format.gguf.blocks import NumberType
 from moetool.format.gguf.families import gguf_family
 from moetool.format.gguf.family import Change, GgufFamily, under
 from moetool.format.gguf.words import (
-    EMBEDDINGS,
     EXPERT_BIASES,
     EXPERTS,
     HEAD,
@@ -33,6 +32,8 @@ from moetool.format.gguf.words import (
     SHARED_EXPERT,
     interleaved,
     layer_in_file,
+    layer_of,
+    place,
 )
 from moetool.format.kinds import custom_module
 from moetool.runtime.dense import DenseModel
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
+_FURTHER = re.compile(r"(model\.)?mtp[._]")  # layers that predict further tokens
 _STILL = 1e30
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 ROPE_SCALINGS = ("linear", "yarn")
@@ -236,7 +238,7 @@ class GgufSource:
             found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (self.whole_width // 2,), "f32", self._rope_factors)
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)
-        return sorted(found.values(), key=lambda tensor: _place(tensor.name))
+        return sorted(found.values(), key=lambda tensor: place(tensor.name))
 
     @property
     def most_at_once(self) -> int:
@@ -319,7 +321,7 @@ class GgufSource:
         if name.startswith(layers) and (number := name.removeprefix(layers).partition(".")[0]).isdecimal():
             return int(number) >= self.layers
         is_seen = self.is_within and name != self._head and not name.startswith(under(self.moe, "model."))
-        return is_seen or name.startswith("mtp.")
+        return is_seen or _FURTHER.match(name) is not None
 
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
         """Tensors of the file that one of the checkpoint becomes."""
@@ -401,15 +403,3 @@ class GgufSource:
         slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
         steps = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
         yield self.rope["rope_theta"] ** -steps / slowed
-
-
-def layer_of(name: str) -> int:
-    """The layer of a tensor, by GGUF's name; -1 for what is in none."""
-    layer = re.match(r"blk\.(\d+)\.", name)
-    return -1 if layer is None else int(layer[1])
-
-
-def _place(name: str) -> tuple[int, bool, str]:
-    """What is outside the layers first, embeddings before the rest; then layer by layer."""
-    layer = layer_of(name)
-    return layer, layer < 0 and name != EMBEDDINGS, name

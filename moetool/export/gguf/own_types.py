@@ -20,11 +20,11 @@ from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_i
 from moetool.export.gguf.ends import TRIED_TOKENS, Ends
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
-from moetool.export.gguf.model import GgufSource, layer_of
+from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.tensor_types import Menu
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
-from moetool.format.gguf.words import EXPERTS, layer_in_file
+from moetool.format.gguf.words import EXPERTS, layer_in_file, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.numerics.work import Work, altogether

@@ -20,9 +20,8 @@ from moetool.compress.budget.items import Group, offered
 from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
-from moetool.export.gguf.model import layer_of
 from moetool.format.gguf.blocks import BlockType
-from moetool.format.gguf.words import EMBEDDINGS, HEAD
+from moetool.format.gguf.words import EMBEDDINGS, HEAD, layer_of
 
 _AT_ONCE = 1 << 22  # numbers that are rounded at a time
 

@@ -4,6 +4,7 @@ Source: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`),
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
@@ -56,6 +57,19 @@ def gguf_library() -> ModuleType:
 def layer_in_file(layer: int, name: str) -> str:
     """The name of a layer's tensor in a GGUF file, such as `blk.3.ffn_up_exps.weight`."""
     return f"blk.{layer}.{name}"
+
+
+def layer_of(name: str) -> int:
+    """The layer of a tensor, by GGUF's name; -1 for what is in none."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    return -1 if layer is None else int(layer[1])
+
+
+def place(name: str) -> tuple[int, bool, str]:
+    """The key by which tensors of a file are sorted: what is outside the layers first, embeddings before the rest; then
+    layer by layer."""
+    layer = layer_of(name)
+    return layer, layer < 0 and name != EMBEDDINGS, name
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
