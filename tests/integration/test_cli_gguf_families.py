@@ -118,6 +118,11 @@ def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, t
     assert {"IQ4_NL", "Q5_0", "Q5_1", "Q8_0"} & set(types.values())
     fixed = export(run_cli, model(name), tmp_path / "fixed", *text, "--type", "q4_0")
     assert fixed.code == 0, fixed.stderr
+    advice = export(run_cli, model(name), tmp_path / "advice", *text, "--type", "f16", "--target-bpw", 14)
+    assert advice.code == 0, advice.stderr
+    known = {tensor.name for tensor in gguf.GGUFReader(tmp_path / "advice" / "model.gguf").tensors}
+    measured = gguf.GGUFReader(tmp_path / "advice" / "imatrix.gguf").tensors
+    assert {tensor.name.rpartition(".")[0] for tensor in measured} <= known
 
 
 @pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
