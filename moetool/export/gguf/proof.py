@@ -79,5 +79,8 @@ def _of_source(source: GgufSource, layer: int) -> Iterator[tuple[str, Tensor]]:
     if reader is not None:
         for roles in reader.shape.groups:
             yield from reader.native_tensors(
-                layer, roles, reader.shape.experts, lambda role, expert: reader.dense(layer, expert, role)
+                layer,
+                roles,
+                reader.shape.experts,
+                lambda role, expert: reader.dense(layer, expert, role).to(reader.dtype),
             )
