@@ -132,20 +132,29 @@ class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
 
     ordinary = nn.Embedding
 
-    def __init__(self, stored: QuantizedWeight, padding_idx: int | None, owner: QuantizedModule | None = None) -> None:
-        """Around an empty matrix `[vocabulary, hidden]`, its own or that of an `owner` it is tied to."""
+    def __init__(self, stored: QuantizedWeight, native: nn.Embedding, owner: QuantizedModule | None = None) -> None:
+        """In the place of embeddings `[vocabulary, hidden]`, with a matrix of its own or of an `owner` it is tied to.
+        Those of Gemma multiply what they look up."""
         self._begin(stored, owner)
+        self._scale: float | None = getattr(native, "scalar_embed_scale", None)
+        self._kind = type(native)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.num_embeddings, self.embedding_dim = stored.shape
-        self.padding_idx = padding_idx
+        self.padding_idx = native.padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up and decode the rows of token ids `[…]`: `[…, hidden]`."""
         with loaded(self.stored):
-            return self.stored.rows(tokens)
+            rows = self.stored.rows(tokens)
+        return rows if self._scale is None else rows * rows.new_tensor(self._scale)
 
     def dense(self, matrix: nn.Parameter) -> nn.Embedding:
-        embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        if self._scale is None:
+            embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        else:
+            embedding = self._kind(1, 1, 0, self._scale)
+            embedding.num_embeddings, embedding.embedding_dim = self.num_embeddings, self.embedding_dim
+            embedding.padding_idx = self.padding_idx
         embedding.weight = matrix
         return embedding.train(self.training)
 
@@ -259,7 +268,7 @@ def _around(
     stored: QuantizedWeight, native: nn.Linear | nn.Embedding, owner: QuantizedModule | None = None
 ) -> QuantizedModule:
     if isinstance(native, nn.Embedding):
-        return QuantizedEmbedding(stored, native.padding_idx, owner)
+        return QuantizedEmbedding(stored, native, owner)
     return QuantizedLinear(stored, native.bias, owner)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 
 from moetool.kernels.products import problem
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
@@ -64,7 +65,7 @@ def test_gradients_reach_inputs_and_scales() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedding(dtype: torch.dtype) -> None:
-    embedding = QuantizedEmbedding(stored(dtype=dtype), None)
+    embedding = QuantizedEmbedding(stored(dtype=dtype), nn.Embedding(1, 1))
     tokens = torch.tensor([[0, 23, 5], [5, 5, 1]])
     assert embedding(tokens).equal(embedding.dense(embedding.matrix())(tokens))
     assert embedding(tokens).dtype == dtype
@@ -84,7 +85,7 @@ def test_a_compiled_graph_has_it_as_one_step() -> None:
 
 
 def model() -> nn.ModuleDict:
-    embedding = QuantizedEmbedding(stored(), None)
+    embedding = QuantizedEmbedding(stored(), nn.Embedding(1, 1))
     return nn.ModuleDict({"embedding": embedding, "head": QuantizedLinear(embedding.stored, bias(), embedding)})
 
 
@@ -152,3 +153,12 @@ def test_its_weight_moved_is_the_matrix() -> None:
     assert weight.to(torch.float64).equal(matrix.double())
     assert type(weight.to("cpu", copy=True)) is Tensor
     assert weight.to("meta").shape == (24, 32)
+
+
+def test_embeddings_that_multiply_what_they_look_up() -> None:
+    """As Gemma's do, in codes and made dense again."""
+    plain = QuantizedEmbedding(stored(), nn.Embedding(1, 1))
+    scaled = QuantizedEmbedding(plain.stored, Gemma4TextScaledWordEmbedding(1, 1, 0, 3.0))
+    tokens = torch.tensor([0, 3, 1])
+    torch.testing.assert_close(scaled(tokens), 3 * plain(tokens))
+    torch.testing.assert_close(scaled.dense(scaled.matrix())(tokens), scaled(tokens))
