@@ -1,5 +1,6 @@
 """`export --format gguf` of every family that it knows: what the file holds, and what llama.cpp makes of it."""
 
+import copy
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -309,6 +310,23 @@ def test_a_tokenizer_of_pieces_keeps_its_merges_where_llama_cpp_reads_them(
     assert fields["tokenizer.ggml.model"].contents() == "gemma4"
     assert fields["tokenizer.ggml.merges"].contents() == ["a b", "▁ ab"]
     assert not fields["tokenizer.ggml.add_space_prefix"].contents()
+
+
+@pytest.mark.parametrize("changed", ["Lowercase", "add_prefix_space"])
+def test_a_tokenizer_that_changes_a_text_is_refused(
+    run_cli: Any, model: Made, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, changed: str
+) -> None:
+    """Also for a family whose published tokenizers have a name in llama.cpp; with `--pre-tokenizer` users say so."""
+    source, tokenizer = copy_of(model("deepseek_v3"), tmp_path / "source"), copy.deepcopy(tiny_tokenizer)
+    if changed == "Lowercase":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    else:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.save_pretrained(source)
+    result = export(run_cli, source, tmp_path / "out")
+    assert result.code == 3
+    assert changed in result.stderr
+    assert export(run_cli, source, tmp_path / "out", "--pre-tokenizer", "gpt-2").code == 0
 
 
 def test_a_file_that_is_only_written_is_refused_as_an_input(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moetool.calibration.opening import Tokenizer
 from moetool.calibration.windows import load_tokenizer
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.gguf.tokenizer import CUTTINGS, OTHER_CUTTINGS, cutting_name, cutting_of
+from moetool.format.gguf.tokenizer import CUTTINGS, OTHER_CUTTINGS, changes_text, cutting_name, cutting_of
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -134,6 +134,11 @@ def _pre(path: Path, rules: Mapping[str, object], cut: str | None, usual: str | 
         if cut not in (*CUTTINGS, *OTHER_CUTTINGS):
             raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}.")
         return cut
+    if (change := changes_text(rules)) is not None:
+        raise InvalidInputError(
+            f"The tokenizer of {path} {change} before it cuts a text, which llama.cpp does not. If that does "
+            f"not matter, --pre-tokenizer says how to cut it: {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}."
+        )
     if (name := cutting_name(cutting_of(rules)) or usual) is None:
         raise InvalidInputError(
             f"The tokenizer of {path} cuts a text in a way that llama.cpp has no name for that moetool knows. "

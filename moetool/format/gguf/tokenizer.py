@@ -87,15 +87,27 @@ def cutting_name(cutting: Cutting | None) -> str | None:
     return next(iter([*exact, *(name for name, _ in known)]), None)
 
 
+def changes_text(tokenizer: Mapping[str, object]) -> str | None:
+    """What a byte-level tokenizer does to a text before it cuts it, from its `tokenizer.json`, that llama.cpp does for
+    none; `None` if nothing. Composed characters (NFC), which most texts have, are let pass."""
+    for step in _steps(tokenizer.get("normalizer")):
+        if step.get("type") != "NFC":
+            return f"normalizes it ({step.get('type')})"
+    if any(step.get("add_prefix_space") for step in _steps(tokenizer.get("pre_tokenizer"))):
+        return "begins it with a space (add_prefix_space)"
+    return None
+
+
 def _alike(one: Cutting, other: Cutting) -> bool:
     return (one.pattern, one.digits) == (other.pattern, other.digits)
 
 
-def _steps(pre_tokenizer: object) -> Iterator[Mapping[str, object]]:
-    if not isinstance(pre_tokenizer, Mapping):
+def _steps(found: object) -> Iterator[Mapping[str, object]]:
+    """The steps of a pre-tokenizer or of a normalizer."""
+    if not isinstance(found, Mapping):
         return
-    if pre_tokenizer.get("type") == "Sequence":
-        for step in pre_tokenizer.get("pretokenizers", []):
+    if found.get("type") == "Sequence":
+        for step in found.get("pretokenizers", found.get("normalizers", [])):
             yield from _steps(step)
     else:
-        yield pre_tokenizer
+        yield found
