@@ -192,7 +192,7 @@ class Menu(Generic[KindT]):
 def advisable(tensors: Sequence[GgufTensor]) -> Menu[FewBits]:
     """List the types that llama-quantize can be told to give to each tensor of a file."""
     is_tied = all(tensor.name != HEAD for tensor in tensors)
-    offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors if tensor.has_inputs}
+    offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
     return Menu(tensors, {name: types for name, types in offers.items() if types})
 
 
