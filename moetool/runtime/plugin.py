@@ -37,7 +37,13 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in, paths_in
 from moetool.runtime.modules.linear import multiply_by_kernels
-from moetool.runtime.modules.quantized import QuantizedModule, insert_quantized, quantized_modules, still_quantized
+from moetool.runtime.modules.quantized import (
+    QuantizedModule,
+    fill_embeddings,
+    insert_quantized,
+    quantized_modules,
+    still_quantized,
+)
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:
@@ -251,6 +257,7 @@ class MoetoolQuantizer(HfQuantizer):
                 model.set_submodule(beside, SharedExpertOnBase(experts, model.get_submodule(beside), names))
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: object) -> "PreTrainedModel":
+        fill_embeddings(model)
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
         missing = [
             f"{name}.{parameter}"

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import peft
 import pytest
 import torch
+from derived_families import DERIVED
 from stored_experts import distance, model_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -220,3 +222,18 @@ def test_codes_take_no_gradients(included: Path) -> None:
     layer.weight.requires_grad_(False)
     with pytest.raises(UsageError, match="takes no gradients"):
         layer.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "inkling_text"])
+def test_families_whose_embeddings_compute(
+    family: str, compress: Any, save_model: Any, run_cli: Any, tmp_path: Path
+) -> None:
+    """Gemma's multiply what they look up, Inkling's normalize it: in codes as in the exported matrices."""
+    source = save_model(families.build(family, **DERIVED[family]), tmp_path / "source")
+    options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--include", "embeddings")
+    made: Path = compress(source, *options).path
+    assert run_cli("export", made, tmp_path / "dense", "--format", "dense-experts").code == 0
+    model, dense = loaded(made), loaded(tmp_path / "dense")
+    torch.testing.assert_close(logits(model), logits(dense), rtol=0, atol=1e-5)
+    again = saved(model, tmp_path / "again")
+    assert logits(again).equal(logits(model))

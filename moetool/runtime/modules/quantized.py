@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ class QuantizedModule(nn.Module, ABC):
 
     is_filled = False
     _owner: "tuple[QuantizedModule, ...]" = ()
-    ordinary: ClassVar[type[nn.Module]]
 
     def _begin(self, stored: QuantizedWeight, owner: "QuantizedModule | None") -> None:
         """Around an empty matrix, its own or that of an `owner` it is tied to."""
@@ -111,11 +110,17 @@ class QuantizedModule(nn.Module, ABC):
                 module._turn_dense(matrix)
 
     def _turn_dense(self, matrix: nn.Parameter) -> None:
-        for name in ("moetool", "tied", "_tables", "_number", "_owner", "is_filled"):
+        kind = self.ordinary
+        for name in ("moetool", "tied", "_tables", "_number", "_owner", "_native", "is_filled"):
             if name in self._modules or name in self.__dict__:
                 delattr(self, name)
-        self.__class__ = self.ordinary  # type: ignore[assignment]
+        self.__class__ = kind  # type: ignore[assignment]
         self._parameters["weight"] = matrix
+
+    @property
+    @abstractmethod
+    def ordinary(self) -> type[nn.Module]:
+        """The class of the module that it stands for."""
 
     @abstractmethod
     def dense(self, matrix: nn.Parameter) -> nn.Module:
@@ -128,41 +133,62 @@ class QuantizedModule(nn.Module, ABC):
 
 
 class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
-    """Embedding with a quantized matrix, of which only the rows that are looked up are decoded."""
+    """Embedding with a quantized matrix, of which only the rows that are looked up are decoded.
 
-    ordinary = nn.Embedding
+    What the embeddings of a family do besides (Gemma's multiply, Inkling's normalize), their own class does. Its parts
+    are this module's.
+    """
 
     def __init__(self, stored: QuantizedWeight, native: nn.Embedding, owner: QuantizedModule | None = None) -> None:
-        """In the place of embeddings `[vocabulary, hidden]`, with a matrix of its own or of an `owner` it is tied to.
-        Those of Gemma multiply what they look up."""
+        """In the place of `native`, with a matrix `[vocabulary, hidden]` of its own or of an `owner` it is tied to."""
         self._begin(stored, owner)
-        self._scale: float | None = getattr(native, "scalar_embed_scale", None)
-        self._kind = type(native)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        for name, value in vars(native).items():
+            self.__dict__.setdefault(name, value)
         self.num_embeddings, self.embedding_dim = stored.shape
-        self.padding_idx = native.padding_idx
+        # One dictionary for both, so that the native module sees what is moved or replaced in this one.
+        self._modules.update(native._modules)
+        self._buffers.update(native._buffers)
+        self._non_persistent_buffers_set |= native._non_persistent_buffers_set
+        native._modules, native._buffers = self._modules, self._buffers
+        native.padding_idx = None  # rows that were looked up have other numbers
+        self._native = (native,)  # not as a module
+
+    @property
+    def ordinary(self) -> type[nn.Module]:
+        return type(self._native[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up and decode the rows of token ids `[…]`: `[…, hidden]`."""
         with loaded(self.stored):
             rows = self.stored.rows(tokens)
-        return rows if self._scale is None else rows * rows.new_tensor(self._scale)
+        if self.ordinary is nn.Embedding:
+            return rows
+        numbers = torch.arange(tokens.numel(), device=rows.device).view(tokens.shape)
+        looked_up = {"weight": rows.reshape(-1, self.embedding_dim)}
+        return cast(Tensor, torch.func.functional_call(self._native[0], looked_up, numbers))
+
+    def fill(self, initialize: Callable[[nn.Module], None]) -> None:
+        """Set the buffers that no file has, by the initialization of the model's family."""
+        if unsaved := [self._buffers[name] for name in self._non_persistent_buffers_set]:
+            initialize(self._native[0])
+            for buffer in unsaved:
+                buffer._is_hf_initialized = True  # type: ignore[union-attr]
 
     def dense(self, matrix: nn.Parameter) -> nn.Embedding:
-        if self._scale is None:
-            embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
-        else:
-            embedding = self._kind(1, 1, 0, self._scale)
-            embedding.num_embeddings, embedding.embedding_dim = self.num_embeddings, self.embedding_dim
-            embedding.padding_idx = self.padding_idx
-        embedding.weight = matrix
-        return embedding.train(self.training)
+        [native] = self._native
+        native.num_embeddings, native.embedding_dim = self.num_embeddings, self.embedding_dim
+        native.padding_idx = self.padding_idx
+        native._modules = {name: module for name, module in self._modules.items() if name != "moetool"}
+        native.weight = matrix
+        return native.train(self.training)
 
 
 class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
 
-    ordinary = nn.Linear
+    @property
+    def ordinary(self) -> type[nn.Module]:
+        return nn.Linear
 
     def __init__(
         self, stored: QuantizedWeight, bias: nn.Parameter | None, owner: QuantizedModule | None = None
@@ -288,6 +314,17 @@ def _tied_to(model: "PreTrainedModel", path: str) -> Iterator[str]:
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     pairs = [[name.removesuffix(".weight") for name in pair] for pair in tied.items()]
     return (other for pair in pairs if path in pair for other in pair if other != path)
+
+
+def fill_embeddings(model: "PreTrainedModel") -> None:
+    """Set what embeddings of codes hold and no file has, as the language model that they belong to initializes it."""
+    from transformers import PreTrainedModel
+
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+    for path, module in quantized_modules(model):
+        if isinstance(module, QuantizedEmbedding):
+            [*_, own] = (part for name, part in parts if not name or path.startswith(f"{name}."))
+            module.fill(own._init_weights)
 
 
 def dense_modules(model: "PreTrainedModel") -> None:

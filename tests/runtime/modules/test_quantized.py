@@ -162,3 +162,57 @@ def test_embeddings_that_multiply_what_they_look_up() -> None:
     tokens = torch.tensor([0, 3, 1])
     torch.testing.assert_close(scaled(tokens), 3 * plain(tokens))
     torch.testing.assert_close(scaled.dense(scaled.matrix())(tokens), scaled(tokens))
+
+
+class Normalized(nn.Embedding):
+    """Embeddings with a part of their own, as Inkling's, and a buffer that no file has, as Gemma's."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 32, padding_idx=23)
+        self.embed_norm = nn.LayerNorm(32)
+        self.register_buffer("embed_scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        looked_up: Tensor = self.embed_norm(super().forward(tokens)) * self.embed_scale.to(self.weight.dtype)
+        return looked_up
+
+
+def test_embeddings_with_a_part_of_their_own() -> None:
+    """The part is loaded, saved, moved, copied and trained with the module, and stays when it becomes dense."""
+    embedding, tokens = QuantizedEmbedding(stored(), Normalized()), torch.tensor([[0, 23], [5, 5]])
+    assert {"embed_norm.weight", "embed_norm.bias"} <= embedding.state_dict().keys()
+    assert "embed_scale" not in embedding.state_dict()
+    with torch.no_grad():
+        embedding.embed_norm.weight.copy_(torch.linspace(1, 2, 32))
+    embedding.fill(lambda native: nn.init.constant_(native.embed_scale, 3.0))
+    ordinary = Normalized()
+    with torch.no_grad():
+        ordinary.weight.copy_(embedding.matrix())
+        ordinary.embed_norm.weight.copy_(embedding.embed_norm.weight)
+        ordinary.embed_scale.fill_(3.0)
+    expected = ordinary(tokens)
+    torch.testing.assert_close(embedding(tokens), expected)
+    for copied in (copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
+        copied.double()
+        assert copied.embed_scale.dtype == torch.float64
+        torch.testing.assert_close(copied(tokens).float(), expected)
+        assert embedding.embed_scale.dtype == torch.float32
+    embedding(tokens).sum().backward()
+    assert embedding.embed_norm.weight.grad is not None
+    assert embedding.padding_idx == 23
+    embedding.is_filled = True
+    turned = copy.deepcopy(embedding)
+    turned.become_dense(turned.matrix())
+    for dense in (turned, embedding.dense(embedding.matrix())):
+        assert type(dense) is Normalized
+        assert dense.state_dict().keys() == ordinary.state_dict().keys()
+        assert dense.padding_idx == 23
+        torch.testing.assert_close(dense(tokens), expected)
+
+
+@torch.no_grad()
+def test_a_compiled_embedding_with_a_part_of_its_own() -> None:
+    torch._dynamo.reset()
+    embedding, tokens = QuantizedEmbedding(stored(), Normalized()), torch.tensor([[0, 23], [5, 5]])
+    compiled = torch.compile(embedding, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(tokens), embedding(tokens))
