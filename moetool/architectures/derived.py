@@ -5,7 +5,6 @@ disk by turning transformers' conversion of checkpoints round, and numbers are r
 checkpoint (`auto_map`) is never run.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from moetool.architectures.described import (
     language_model_in,
     naming,
 )
+from moetool.architectures.entries import entries_of
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.known import KNOWN
 from moetool.architectures.probing import DiskNames, names_in_layers
@@ -47,9 +47,6 @@ _WHICH_LAYERS = re.compile(
     r"|decoder_sparse_step|moe_layer_\w+|expert_layer_\w+|interleave_moe_layer_step|moe_layers"
 )
 _ROUTERS = ("gate", "router")  # names of the module, in all families of transformers
-# Entries that say nothing of the modules, and one of transformers' own that it does not take back.
-_APART = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype"}
-_APART |= {"ignore_keys_at_rope_validation"}
 # Ways in which a shared expert names its matrices, relative to it.
 _SHARED: tuple[Mapping[Role, str], ...] = (
     GATED,
@@ -66,43 +63,6 @@ def derive(config: Mapping[str, object]) -> Architecture:
             router or their names on disk are of a kind that moetool does not handle. The message says which.
     """
     return _derived(entries_of(config))
-
-
-def entries_of(config: Mapping[str, object]) -> str:
-    """The entries of a `config.json` that decide a model's modules, as JSON: the key that derivations are cached by."""
-    entries = {key: value for key, value in config.items() if key not in _APART}
-    return json.dumps(own_entries(entries), sort_keys=True, default=_plain)
-
-
-def own_entries(config: Mapping[str, object]) -> dict[str, object]:
-    """The entries of a model's config, without those of its parts that settings have beside its own."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return dict(config)
-    kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
-    own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
-    parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
-    repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own
-    return {key: value for key, value in config.items() if key not in repeated and _is_taken(kind, key, value)}
-
-
-def _is_taken(kind: "type[PreTrainedConfig]", key: str, value: object) -> bool:
-    """Whether a config takes an entry: what it computes cannot be set, unless the rest is computed of it, as of
-    Nemotron-H's `hybrid_override_pattern`."""
-    found = getattr(kind, kind.attribute_map.get(key, key), None)
-    if not isinstance(found, property) or found.fset is not None:
-        return True
-    try:
-        kind(**{key: value})
-    except Exception:  # an attribute that cannot be set; each class says so in its own way
-        return False
-    return True
-
-
-def _plain(value: object) -> object:
-    return value.to_dict() if hasattr(value, "to_dict") else value if isinstance(value, Mapping) else str(value)
 
 
 @lru_cache(maxsize=32)

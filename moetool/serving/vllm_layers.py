@@ -22,8 +22,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
-from moetool.architectures.derived import entries_of
 from moetool.architectures.described import empty_model_of
+from moetool.architectures.entries import entries_of
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.settings import filled_in
 from moetool.errors import UsageError

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from moetool.architectures.dense.base import DenseArchitecture, Spread
 from moetool.architectures.dense.known import KNOWN_DENSE, OTHER_DENSE, is_encoder
 from moetool.architectures.dense.networks import Network, is_linear, may_be_network, network_in, size_of
-from moetool.architectures.derived import entries_of
 from moetool.architectures.described import (
     check_model_type,
     empty_model_of,
@@ -22,6 +21,7 @@ from moetool.architectures.described import (
     naming,
     transformers_config,
 )
+from moetool.architectures.entries import entries_of
 from moetool.architectures.shape import Role
 from moetool.errors import InvalidInputError
 from moetool.quiet import refused
