@@ -1,12 +1,14 @@
-"""What keeps a model from GGUF: whatever llama.cpp would compute otherwise than transformers does."""
+"""Refusal of models that llama.cpp would compute otherwise than transformers does."""
 
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
-from moetool.export.gguf.model import ROPE_SCALINGS, WHOLE, GgufSource
-from moetool.export.gguf.yarn import stretch, yarn_strengths
+from moetool.export.gguf.facts import WHOLE
+from moetool.export.gguf.model import GgufSource
+from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
 from moetool.runtime.building import check_sizes
 
-_LITE_LAYERS, _LITE_VOCABULARY = (26, 27), (48, 128256)  # with so many tokens
+# llama.cpp expects models with so many layers, or with so many layers and tokens, to have no q_lora_rank.
+_LITE_LAYERS, _LITE_VOCABULARY = (26, 27), (48, 128256)
 
 
 def check_source(source: GgufSource) -> None:
@@ -34,7 +36,7 @@ def check_source(source: GgufSource) -> None:
 
 
 def check_idle(source: GgufSource) -> None:
-    """Raise `InvalidInputError` unless shared experts that are left out give nothing."""
+    """Raise `InvalidInputError` unless the outputs of all shared experts that the file leaves out are zero."""
     for name in source.idle_names:
         if name.endswith("down_proj.weight") and bool(source.checkpoint.read(name).any()):
             raise _two_rules(f"{name} is not zero")

@@ -1,9 +1,9 @@
-"""What a GGUF file says of its model: sizes, how its layers compute, rotary embeddings."""
+"""Metadata of a GGUF file that describe its model: sizes, attention, rotary embeddings, windows, experts."""
 
 from typing import TYPE_CHECKING
 
-from moetool.export.gguf.model import ROPE_SCALINGS, GgufSource
-from moetool.export.gguf.yarn import stretch, yarn_strengths
+from moetool.export.gguf.model import GgufSource
+from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -60,21 +60,21 @@ def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
         for own in HEAD_WIDTHS[:2] if source.rope_of_windows.get("partial_rotary_factor") else HEAD_WIDTHS:
             writer.add_uint32(f"{start}.{own}_swa", width)
         return
-    if not source.family.is_latent:
-        widths = width, int(getattr(config, "v_head_dim", None) or width), int(width * source.rotary_share)
-        for own, channels in zip(HEAD_WIDTHS, widths, strict=True):
-            writer.add_uint32(f"{start}.{own}", channels)
-        return
-    rank, turned = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
-    writer.add_uint32(f"{start}.attention.key_length", rank + turned)
-    writer.add_uint32(f"{start}.attention.value_length", rank)
-    writer.add_uint32(f"{start}.attention.key_length_mla", int(config.qk_nope_head_dim) + turned)
+    if source.family.is_latent:
+        rank, turned = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
+        widths = {HEAD_WIDTHS[0]: rank + turned, HEAD_WIDTHS[1]: rank}
+        widths[f"{HEAD_WIDTHS[0]}_mla"] = int(config.qk_nope_head_dim) + turned
+    else:
+        values = int(getattr(config, "v_head_dim", None) or width)
+        widths = dict(zip(HEAD_WIDTHS, (width, values, int(width * source.rotary_share)), strict=True))
+    for own, channels in widths.items():
+        writer.add_uint32(f"{start}.{own}", channels)
 
 
 def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     rope, start = source.rope, source.family.architecture
-    base, width = float(rope.get("rope_theta", 10000.0)), source.head_width
-    if rope.get("rope_type") == "dynamic":
+    base, width, kind = float(rope.get("rope_theta", 10000.0)), source.head_width, rope.get("rope_type", "default")
+    if kind == "dynamic":
         base *= float(rope["alpha"]) ** (width / (width - 2))
     writer.add_float32(f"{start}.{ROPE_BASE}", base)
     if (warmth := rope.get("llama_4_scaling_beta")) is not None:
@@ -83,7 +83,6 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     if source.family.axes:
         axes = list(rope.get("mrope_section") or source.family.axes)
         writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
-    kind = rope.get("rope_type", "default")
     if kind not in ROPE_SCALINGS:
         return
     factor = stretch(source)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetool.export.gguf.yarn import yarn_strengths
+from moetool.export.gguf.rope import yarn_strengths
 from moetool.format.gguf.families import GGUF_FAMILIES
 from moetool.format.gguf.family import GgufFamily
 

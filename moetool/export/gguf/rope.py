@@ -1,22 +1,43 @@
-"""Rotary embeddings for long texts (YaRN) in the metadata of a GGUF file.
+"""Rotary embeddings of a GGUF file: scalings that its metadata names, factors of pairs of channels, YaRN's strengths.
 
-Source: https://arxiv.org/abs/2309.00071; transformers, `modeling_rope_utils.py`.
+Source: https://arxiv.org/abs/2309.00071 (YaRN); transformers, `modeling_rope_utils.py`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moetool.export.gguf.model import GgufSource
+import torch
+from torch import Tensor
+
+from moetool.export.gguf.facts import GgufFacts
 from moetool.format.gguf.family import GgufFamily
 
+ROPE_SCALINGS = ("linear", "yarn")  # kinds (`rope_type`) that metadata name
+ROPES_BY_PAIR = ("llama3", "proportional")  # kinds that a tensor describes, one factor for each pair of channels
+_STILL = 1e30  # divides an angle until it is nothing
 
-def stretch(source: GgufSource) -> float:
+
+def stretch(facts: GgufFacts) -> float:
     """By how much rotary embeddings are slowed down for long texts, as transformers computes it."""
-    rope = source.rope
+    rope = facts.rope
     if (factor := rope.get("factor")) is not None:
         return float(factor)
-    return float(source.config.max_position_embeddings) / float(rope["original_max_position_embeddings"])
+    return float(facts.config.max_position_embeddings) / float(rope["original_max_position_embeddings"])
+
+
+def factors_by_pair(facts: GgufFacts) -> Iterator[Tensor]:
+    """`[channels / 2]` fp32, by how much each pair of a head's channels turns slower, of one of `ROPES_BY_PAIR`; in one
+    part."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if facts.rope["rope_type"] == "proportional":  # the first pairs turn, the others stand still
+        turned = int(facts.whole_width * facts.rotary_share) // 2
+        yield torch.cat([torch.ones(turned), torch.full((facts.whole_width // 2 - turned,), _STILL)])
+        return
+    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](facts.config, torch.device("cpu"))
+    steps = torch.arange(0, facts.head_width, 2, dtype=torch.float32) / facts.head_width
+    yield facts.rope["rope_theta"] ** -steps / slowed
 
 
 def yarn_strengths(family: GgufFamily, rope: Mapping[str, Any], factor: float) -> tuple[float, float]:
