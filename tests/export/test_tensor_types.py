@@ -52,7 +52,7 @@ def test_blocks_are_those_of_the_library() -> None:
     gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
     types = {number.name.lower(): number for number in gguf.GGMLQuantizationType}
     for kind in {*offered_types(UP, is_tied=False), *offered_types(DOWN, is_tied=False)}:
-        assert gguf.GGML_QUANT_SIZES[types[kind.name.lower()]] == (kind.numbers, kind.nbytes)
+        assert gguf.GGML_QUANT_SIZES[types[kind.name.lower()]] == (kind.layout.numbers, kind.layout.nbytes)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_grid_has_so_many_levels(kind: FewBits) -> None:
     rows = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     rows[0] = 0
     rounded = kind.rounded(rows)
-    assert all(len(group.unique()) <= 2**kind.bits for group in rounded.view(-1, kind.group))
+    assert all(len(group.unique()) <= 2**kind.bits for group in rounded.view(-1, kind.layout.group))
     assert torch.equal(rounded[0], rows[0])
-    groups, found = rows.view(-1, kind.group), rounded.view(-1, kind.group)
-    reach = groups.amax(1) - groups.amin(1) if kind.has_minimum else 2 * groups.abs().amax(1)
-    step = reach / (2**kind.bits - kind.has_minimum)
+    groups, found = rows.view(-1, kind.layout.group), rounded.view(-1, kind.layout.group)
+    reach = groups.amax(1) - groups.amin(1) if kind.layout.has_minimum else 2 * groups.abs().amax(1)
+    step = reach / (2**kind.bits - kind.layout.has_minimum)
     assert bool(((groups - found).abs().amax(1) <= 1.01 * step).all())
 
 
@@ -90,7 +90,7 @@ def test_bits_go_where_they_are_missed() -> None:
     for target in (2.7, 3.4, 4.0, 5.2, 7.0):
         chosen = menu.choose(menu.budget(target), losses)
         assert menu.bits_per_weight(chosen) <= target
-        assert chosen[more.name].nbytes >= chosen[less.name].nbytes
+        assert chosen[more.name].layout.nbytes >= chosen[less.name].layout.nbytes
         lost = sum(losses[name][menu.types[name].index(kind)] for name, kind in chosen.items())
         every = itertools.product(*([(name, kind) for kind in types] for name, types in menu.types.items()))
         fitting = [dict(pick) for pick in every if menu.bits_per_weight(dict(pick)) <= target]

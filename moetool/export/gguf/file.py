@@ -45,7 +45,7 @@ class GgufTensor:
 
     Attributes:
         name: GGUF's.
-        shape: as torch has it.
+        shape: in torch's order.
         type: of its numbers.
         parts: its rows in order, in parts whose last dimension is the whole's; or, as uint8, the bytes of its blocks.
         has_inputs: whether a text tells what its matrices are given; the others get the nearest codes.
@@ -81,9 +81,11 @@ class GgufTensor:
 
 
 def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
-    """The type of a tensor in a file of that type: routers, norms, biases and what convolves or decays a state are
-    always fp32, rows that are no whole super-blocks have blocks of 32, and those that 32 does not divide fp16, as in
-    llama.cpp's own files. Embeddings and the head have at least 8 bits."""
+    """The type of a tensor in a file whose type is `wanted`, as in llama.cpp's own files.
+
+    Routers, norms, biases and what convolves or decays a state are always fp32. Rows that are no whole super-blocks
+    have blocks of 32 numbers, and rows that 32 does not divide fp16. Embeddings and the head have at least 8 bits.
+    """
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
     if name in (EMBEDDINGS, HEAD) and is_quantized(wanted):
@@ -94,7 +96,7 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
 
 
 def is_quantized(number: NumberType) -> bool:
-    """Whether numbers of a type share a scale."""
+    """Whether numbers of this type share a scale."""
     return _BLOCKS[number][0] > 1
 
 
@@ -209,7 +211,7 @@ def _write_head(temporary: Path, writer: "GGUFWriter", needed: int) -> None:
 
 
 class _Digested:
-    """A file that is appended to, and the SHA-256 of all that was written to it."""
+    """A file that is appended to, and the `FastDigest` of all that was written to it."""
 
     def __init__(self, handle: IO[bytes], digest: FastDigest, file: Path) -> None:
         self._handle, self._digest, self.file = handle, digest, file
@@ -229,9 +231,9 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
     written = 0
     for part in tensor.parts():
         check_finite(tensor.name, part)
-        if tensor.type == "f16" and part.numel() and float(part.abs().max()) > _LARGEST_FP16:
+        if tensor.type == "f16" and part.numel() and (largest := float(part.abs().max())) > _LARGEST_FP16:
             raise InvalidInputError(
-                f"{tensor.name} has numbers up to {float(part.abs().max()):.3g}, more than fp16 can hold: --type bf16."
+                f"{tensor.name} has numbers up to {largest:.3g}, more than fp16 can hold: --type bf16."
             )
         rows = _rows(part, tensor.type)
         output.write(rows)
@@ -244,7 +246,7 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
 
 
 def check_finite(name: str, part: Tensor) -> None:
-    """Raise `InvalidInputError` for a part of a tensor with numbers that are none."""
+    """Raise `InvalidInputError` for a part of a tensor with NaN or infinity."""
     if not is_finite(part):
         raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
 

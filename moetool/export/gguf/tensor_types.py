@@ -1,8 +1,8 @@
 """Choice of a type for each tensor of a file, by the estimated loss of each type.
 
 Where llama-quantize will code the tensors, losses are measured on an even grid with as many bits, and as many numbers
-per scale: llama.cpp's own search for scales loses less, for all types about alike (`own_types` measures those of codes
-that moetool chooses). Types are in ggml-common.h, what does for short rows in llama-quant.cpp.
+per scale. llama.cpp's own search for scales loses less, for all types about alike. `own_types` measures the losses of
+codes that moetool chooses. Types for rows that are no whole super-blocks are those of llama-quant.cpp.
 """
 
 import math
@@ -20,7 +20,7 @@ from moetool.compress.budget.items import Group, offered
 from moetool.compress.budget.spending import allocate
 from moetool.errors import UsageError
 from moetool.export.gguf.file import GgufTensor
-from moetool.format.gguf.blocks import BlockType
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EMBEDDINGS, HEAD, layer_of
 
 _AT_ONCE = 1 << 22  # numbers that are rounded at a time
@@ -28,32 +28,33 @@ _AT_ONCE = 1 << 22  # numbers that are rounded at a time
 
 @dataclass(frozen=True)
 class FewBits:
-    """A type of llama.cpp's that has to be made by llama-quantize.
+    """A type that llama-quantize gives to a tensor.
 
     Attributes:
-        name: llama.cpp's.
-        numbers, nbytes: of a block.
-        bits: of a code.
-        group: numbers that share a scale.
-        has_minimum: whether they share a smallest number, too; else codes are even about zero.
+        name: llama-quantize's.
     """
 
     name: str
-    numbers: int
-    nbytes: int
-    bits: int
-    group: int
-    has_minimum: bool = False
+
+    @property
+    def layout(self) -> BlockType:
+        """The layout of its blocks."""
+        return BLOCK_TYPES[self.name.lower()]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (len(self.layout.levels) - 1).bit_length()
 
     def size(self, numbers: int) -> int:
         """Bytes that so many elements take in this type, whole blocks only."""
-        return numbers // self.numbers * self.nbytes
+        return self.layout.size(numbers)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Round rows `[rows, in]` to an even grid per group, by whose errors types are compared before any is coded."""
-        groups = rows.reshape(len(rows), -1, self.group)
+        groups = rows.reshape(len(rows), -1, self.layout.group)
         most = 2**self.bits - 1
-        if self.has_minimum:
+        if self.layout.has_minimum:
             low = groups.amin(-1, keepdim=True).clamp_max(0)
             step = ((groups.amax(-1, keepdim=True) - low) / most).clamp_min(_TINY)
             return (((groups - low) / step).round().clamp(0, most) * step + low).view_as(rows)
@@ -65,24 +66,14 @@ class FewBits:
 
 
 _TINY = torch.finfo(torch.float32).tiny
-_K_QUANTS = (
-    FewBits("q2_K", 256, 84, 2, 16, has_minimum=True),
-    FewBits("q3_K", 256, 110, 3, 16),
-    FewBits("q4_K", 256, 144, 4, 32, has_minimum=True),
-    FewBits("q5_K", 256, 176, 5, 32, has_minimum=True),
-    FewBits("q6_K", 256, 210, 6, 16),
-)
-_SHORT = (
-    FewBits("iq4_nl", 32, 18, 4, 32),
-    FewBits("q5_0", 32, 22, 5, 32),
-    FewBits("q5_1", 32, 24, 5, 32, has_minimum=True),
-)
-_Q8 = FewBits("q8_0", 32, 34, 8, 32)
-_OUTSIDE = {HEAD: 6, EMBEDDINGS: 4}  # bits of what no gradients are measured of, as llama.cpp has it, or the next more
+_K_QUANTS = tuple(map(FewBits, ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K")))
+_SHORT = tuple(map(FewBits, ("iq4_nl", "q5_0", "q5_1")))
+_Q8 = FewBits("q8_0")
+_OUTSIDE = {HEAD: 6, EMBEDDINGS: 4}  # least bits, as in llama.cpp, of tensors that no gradients are measured of
 
 
 def offered_types(tensor: GgufTensor, *, is_tied: bool) -> tuple[FewBits, ...]:
-    """Types that a tensor may have, the smallest first; none for a tensor that stays as it is."""
+    """Types that llama-quantize may give to a tensor, the smallest first; none for a tensor that stays as it is."""
     columns = tensor.shape[-1]
     if tensor.is_always_wide:
         return ()
@@ -103,7 +94,7 @@ def rounding_losses(
         parts: its rows in order, those of one matrix each.
         types: of which at least one.
         given: `[matrices, in]`, how much the squared error of each input counts.
-        sensitivity: `[matrices · out]`, the same of each output.
+        sensitivity: `[matrices · out]`, how much the squared error of each output counts.
     """
     losses, start, height = torch.zeros(len(types), dtype=torch.float64), 0, len(sensitivity) // len(given)
     given, sensitivity = given.float(), sensitivity.float()
@@ -122,11 +113,11 @@ KindT = TypeVar("KindT", FewBits, BlockType)
 
 @dataclass(frozen=True)
 class Menu(Generic[KindT]):
-    """The types of all tensors of a file.
+    """The types on offer for the tensors of a file.
 
     Attributes:
-        tensors: of the file.
-        types: what each can have, by name, the smallest first; of what stays as it is, nothing.
+        tensors: all tensors of the file.
+        types: those on offer by the tensor's name, the smallest first; tensors that stay as they are have no entry.
     """
 
     tensors: Sequence[GgufTensor]

@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 _SPACE = "▁"
+_CUTTINGS = (*CUTTINGS, *OTHER_CUTTINGS)
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer.
+    """A tokenizer as GGUF's metadata describe it.
 
     Attributes:
         model: `gpt2` for byte-level BPE, `llama` or `gemma4` for SentencePiece's.
-        pre: how a text is cut first.
-        tokens, kinds: by id, as many as the model has embeddings.
-        scores: of a `llama`'s tokens: which of two neighbours are merged first.
-        merges: of a `gpt2`'s.
+        pre: llama.cpp's name of the way in which a text is cut before BPE.
+        tokens, kinds: text and kind of each token by id, as many as the model has embeddings.
+        scores: of each token of a `llama` or `gemma4`: of neighbours, those with the highest are merged first.
+        merges: pairs of tokens of a `gpt2` or `gemma4` that are merged, the first pair first.
         special: ids of special tokens, by their names in the metadata.
         begins, ends: whether it puts its first and last token around a text by itself.
         adds_space: whether it puts a space before a text.
-        template: of a chat.
+        template: the chat template, if it has one.
     """
 
     model: str
@@ -75,14 +76,14 @@ def has_tokenizer(path: Path) -> bool:
 def read_tokenizer(
     path: Path, vocabulary: int, cut: str | None = None, usual: str | None = None, pieces: str = "llama"
 ) -> GgufTokenizer:
-    """The tokenizer of a checkpoint whose model has so many embeddings.
+    """Read the tokenizer of a checkpoint.
 
     Args:
-        path: its directory.
-        vocabulary: rows of the embeddings.
-        cut: llama.cpp's name of how it cuts a text, if the user gives one.
-        pieces: llama.cpp's name of one of pieces.
-        usual: the name that published tokenizers of the model's family have, where rules do not tell.
+        path: the directory of the checkpoint.
+        vocabulary: number of the model's embeddings.
+        cut: llama.cpp's name of the way in which the tokenizer cuts a text, if the user gives one.
+        usual: llama.cpp's name for published tokenizers of the model's family, where rules do not tell.
+        pieces: llama.cpp's name of the family's tokenizers of pieces.
 
     Raises:
         InvalidInputError: llama.cpp has no tokenizer of its kind, or it has more tokens than the model, special ones
@@ -130,25 +131,26 @@ def read_tokenizer(
 
 
 def _pre(path: Path, rules: Mapping[str, object], cut: str | None, usual: str | None) -> str:
+    """llama.cpp's name of the way in which a byte-level tokenizer cuts a text."""
     if cut is not None:
-        if cut not in (*CUTTINGS, *OTHER_CUTTINGS):
-            raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}.")
+        if cut not in _CUTTINGS:
+            raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join(_CUTTINGS)}.")
         return cut
     if (change := changes_text(rules)) is not None:
         raise InvalidInputError(
             f"The tokenizer of {path} {change} before it cuts a text, which llama.cpp does not. If that does "
-            f"not matter, --pre-tokenizer says how to cut it: {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}."
+            f"not matter, --pre-tokenizer says how to cut it: {', '.join(_CUTTINGS)}."
         )
     if (name := cutting_name(cutting_of(rules)) or usual) is None:
         raise InvalidInputError(
             f"The tokenizer of {path} cuts a text in a way that llama.cpp has no name for that moetool knows. "
-            f"--pre-tokenizer chooses what comes nearest: {', '.join((*CUTTINGS, *OTHER_CUTTINGS))}."
+            f"--pre-tokenizer chooses what comes nearest: {', '.join(_CUTTINGS)}."
         )
     return name
 
 
 def _puts_space(rules: Mapping[str, object]) -> bool:
-    """Whether a text is given a space to begin with, by whichever of the two ways there are."""
+    """Whether the tokenizer puts a space before a text, in its normalizer or in its pre-tokenizer."""
     normalizer, pre_tokenizer = (json.dumps(rules.get(step)) for step in ("normalizer", "pre_tokenizer"))
     return '"Prepend"' in normalizer or ('"Metaspace"' in pre_tokenizer and '"never"' not in pre_tokenizer)
 
@@ -178,7 +180,7 @@ def _as_text(text: str, kind: int) -> str:
 
 
 def _score(token: int, kind: int) -> float:
-    """Pieces are numbered in the order in which they were merged in training, and so merged again."""
+    """The score of a piece: pieces are numbered in the order in which training merged them, and are merged in it."""
     return -float(token) if kind == _NORMAL else 0.0 if kind in (_BYTE, _UNKNOWN) else -1000.0
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moetool.architectures import Architecture
-from moetool.format.gguf.words import HEAD, SHARED_EXPERT, layer_in_file
+from moetool.architectures import ROLES, Architecture
+from moetool.format.gguf.words import HEAD, SHARED_EXPERT, WIDTH, layer_in_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,7 +19,6 @@ Setting = int | bool
 Config = Mapping[str, object]
 
 ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-HEAD_NORMS: Mapping[str, str] = {f"self_attn.{one}_norm.weight": f"attn_{one}_norm.weight" for one in ("q", "k")}
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -30,7 +29,6 @@ _LAYER = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     **{f"self_attn.{module}.weight": f"{name}.weight" for module, name in ATTENTION.items()},
 }
-_DENSE = {f"mlp.{role}_proj.weight": f"ffn_{role}.weight" for role in ("gate", "up", "down")}
 _ROOT, _LAYERS = "model.", "model.layers.{layer}"
 _CHOICE_BIAS = "exp_probs_b.bias"
 
@@ -50,6 +48,26 @@ def under(moe: Architecture | None, name: str) -> str:
 def beside(module: str) -> dict[str, str]:
     """Names of the matrices of a shared expert that nothing else of moetool knows as one."""
     return {f"{module}.{role}_proj.weight": own for role, own in SHARED_EXPERT.items()}
+
+
+def without_experts(module: str) -> dict[str, str]:
+    """Names of the matrices of a feed-forward network without experts, which lies in this module of a layer."""
+    return {f"{module}.{role}_proj.weight": f"ffn_{role}.weight" for role in ROLES}
+
+
+def head_norms(queries: str, keys: str) -> dict[str, str]:
+    """Names of the norms of each head's queries and keys, which are these modules of a layer's attention."""
+    return {f"self_attn.{queries}.weight": "attn_q_norm.weight", f"self_attn.{keys}.weight": "attn_k_norm.weight"}
+
+
+def whole_numbers(config: Config, *keys: str) -> list[int]:
+    """These entries of a config, which all have to be there as whole numbers."""
+    found = [number for key in keys if isinstance(number := config[key], int)]
+    assert len(found) == len(keys)
+    return found
+
+
+HEAD_NORMS: Mapping[str, str] = head_norms("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -158,7 +176,7 @@ class GgufFamily:
     may_tie: bool = True
     needs_head: bool = False
     experts_key: str = "num_local_experts"
-    width_key: str = "feed_forward_length"
+    width_key: str = WIDTH
     shared_width: str | None = None
     dense_width: str = "intermediate_size"
     window_period: int | None = None
@@ -168,7 +186,7 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
-    dense: Mapping[str, str] = field(default_factory=lambda: _DENSE)
+    dense: Mapping[str, str] = field(default_factory=lambda: without_experts("mlp"))
     changes: Mapping[str, Change] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)

@@ -10,27 +10,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, GgufFamily
-from moetool.format.gguf.routing import IF_RENORMALIZED, SCALED, SHARED_ONES, SIGMOID, SOFTMAX
-from moetool.format.gguf.words import EXPERT_WIDTH
+from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
+from moetool.format.gguf.routing import N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED
 
 
-def _sizes(config: Mapping[str, object]) -> tuple[int, int]:
-    """Channels of a head's keys without rotary embeddings, and of its values."""
-    keys, values = config["qk_nope_head_dim"], config["v_head_dim"]
-    assert isinstance(keys, int)
-    assert isinstance(values, int)
-    return keys, values
-
-
-def _apart(config: Mapping[str, object], matrix: Tensor) -> list[Tensor]:
-    """`[heads · (keys + values), rank]` as `[heads, rank, keys]` and `[heads, values, rank]`."""
-    keys, values = _sizes(config)
+def _apart(config: Config, matrix: Tensor) -> list[Tensor]:
+    """`[heads · (keys + values), rank]` as `[heads, rank, keys]` and `[heads, values, rank]`, by channels of a head's
+    keys (without those that rotary embeddings turn) and of its values."""
+    keys, values = whole_numbers(config, "qk_nope_head_dim", "v_head_dim")
     by_head = matrix.reshape(-1, keys + values, matrix.shape[-1])
     return [by_head[:, :keys].transpose(1, 2), by_head[:, keys:]]
 
 
-def _together(config: Mapping[str, object], parts: Sequence[Tensor]) -> Tensor:
+def _together(_: Config, parts: Sequence[Tensor]) -> Tensor:
+    """Undo `_apart`."""
     keys, values = parts
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
@@ -45,33 +38,26 @@ _LATENT_NAMES: Mapping[str, str] = {
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
     "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
 }
-_LATENT_COUNTS: Mapping[str, str] = {
+_COUNTS: Mapping[str, str] = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
     "v_head_dim": "attention.value_length_mla",
+    **N_SHARED,
 }
 
-_DEEPSEEK_V3 = GgufFamily(
-    "deepseek_v3",
-    "deepseek2",
-    is_moe=True,
-    leads_dense=True,
+_DEEPSEEK_V3 = replace(
+    ROUTED_AS_DEEPSEEK,
+    model_type="deepseek_v3",
+    architecture="deepseek2",
     is_latent=True,
-    groups_experts=True,
-    has_shared=True,
-    experts_key="n_routed_experts",
-    width_key=EXPERT_WIDTH,
     names=_LATENT_NAMES,
     changes=_LATENT,
-    counts={**_LATENT_COUNTS, **SHARED_ONES},
-    multipliers=SCALED,
-    flags=IF_RENORMALIZED,
-    fixed=SIGMOID,
-    computes={"rope_interleave": (True,), "attention_bias": (False,)},
+    counts=_COUNTS,
+    computes={"rope_interleave": (True,), **UNBIASED},
     cutting="deepseek-v3",
 )
-# Attention that looks closer at some tokens, which a small attention of its own points out.
+# Its attention sees some tokens only, which a small attention of its own (the indexer) chooses.
 _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     model_type="deepseek_v32",
@@ -85,13 +71,12 @@ _DEEPSEEK_V32 = replace(
         **{f"self_attn.indexer.k_norm.{part}": f"indexer.k_norm.{part}" for part in ("weight", "bias")},
     },
     counts={
-        **_LATENT_COUNTS,
-        **SHARED_ONES,
+        **_COUNTS,
         "index_n_heads": "attention.indexer.head_count",
         "index_head_dim": "attention.indexer.key_length",
         "index_topk": "attention.indexer.top_k",
     },
-    computes={"attention_bias": (False,)},
+    computes=UNBIASED,
 )
 OF_LATENT: tuple[GgufFamily, ...] = (
     _DEEPSEEK_V3,
@@ -102,16 +87,10 @@ OF_LATENT: tuple[GgufFamily, ...] = (
         groups_experts=False,
         flags={},
         fixed=SOFTMAX,
-        computes={"attention_bias": (False,)},
+        computes=UNBIASED,
         cutting="deepseek-llm",
     ),
     _DEEPSEEK_V32,
     replace(_DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", weighs_scores=False, cutting="glm4"),
-    replace(
-        _DEEPSEEK_V3,
-        model_type="mistral4",
-        architecture="mistral4",
-        fixed=SOFTMAX,
-        cutting="tekken",
-    ),
+    replace(_DEEPSEEK_V3, model_type="mistral4", architecture="mistral4", fixed=SOFTMAX, cutting="tekken"),
 )

@@ -1,4 +1,4 @@
-"""Families with layers that carry a state from token to token in the place of attention, as they are written to GGUF.
+"""Families with layers that carry a state from token to token in the place of attention, as llama.cpp computes them.
 
 Sources: https://github.com/ggml-org/llama.cpp (`conversion/qwen.py`, `conversion/granite.py`, `conversion/mamba.py`,
 `conversion/jamba.py`, `conversion/nemotron.py`).
@@ -12,20 +12,40 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import ATTENTION, HEAD_NORMS, Change, Config, GgufFamily, beside
-from moetool.format.gguf.routing import RENORMALIZED, SIGMOID
-from moetool.format.gguf.words import EXPERT_WIDTH, GATING
+from moetool.format.gguf.family import (
+    ATTENTION,
+    HEAD_NORMS,
+    Change,
+    Config,
+    GgufFamily,
+    beside,
+    head_norms,
+    whole_numbers,
+    without_experts,
+)
+from moetool.format.gguf.routing import (
+    ALL_BIASES,
+    GRANITE,
+    IF_RENORMALIZED,
+    N_SHARED,
+    NOT_SCALED,
+    POST_ATTENTION,
+    RENORMALIZED,
+    SCALED,
+    SIGMOID,
+)
+from moetool.format.gguf.words import EXPERT_WIDTH
 
 _Turn = Callable[[Config, Tensor], Tensor]
 
 
 def _changed(name: str, there: _Turn, back: _Turn) -> Change:
-    """A change of one tensor into one."""
+    """The change of a tensor into one tensor of this name, and back."""
     return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
 
 
 def _turned(name: str, there: _Turn, back: _Turn) -> Change:
-    """A change of the order of rows."""
+    """A change that only puts a tensor's rows in another order."""
     return replace(_changed(name, there, back), keeps_inputs=True)
 
 
@@ -40,34 +60,30 @@ def _plus_one(name: str) -> Change:
 
 
 def _decay(_: Config, logarithm: Tensor) -> Tensor:
+    """The decay rates of a state, negative, of which a checkpoint has the logarithm (`A_log`)."""
     return -logarithm.float().exp()
 
 
 def _logarithm(_: Config, decay: Tensor) -> Tensor:
+    """Undo `_decay`."""
     return (-decay).log()
 
 
 def _column(there: _Turn, back: _Turn) -> tuple[_Turn, _Turn]:
-    """The same of numbers that a file has below each other, `[numbers, 1]`."""
+    """A change and its way back, of numbers `[numbers]` that a file has below each other, `[numbers, 1]`."""
     return (
         lambda config, given: there(config, given).unsqueeze(-1),
         lambda config, given: back(config, given.squeeze(-1)),
     )
 
 
-def _same(_: Config, given: Tensor) -> Tensor:
+def _as_it_is(_: Config, given: Tensor) -> Tensor:
     return given
-
-
-def _numbers(config: Config, *keys: str) -> list[int]:
-    found = [config[key] for key in keys]
-    assert all(isinstance(number, int) for number in found)
-    return [int(str(number)) for number in found]
 
 
 def _heads(config: Config) -> tuple[int, int, int, int]:
     """Of gated delta rules: heads of keys, heads of values for each, and the widths of both."""
-    keys, values, wide, own = _numbers(
+    keys, values, wide, own = whole_numbers(
         config, "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     )
     return keys, values // keys, wide, own
@@ -82,6 +98,7 @@ def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
 
 
 def _put_together(config: Config, parts: Sequence[Tensor]) -> Tensor:
+    """Undo `_taken_apart`."""
     keys, each, wide, own = _heads(config)
     rows, gates = parts
     all_of = rows.split([keys * wide, keys * wide, keys * each * own])
@@ -89,8 +106,8 @@ def _put_together(config: Config, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _tiled(config: Config, given: Tensor, dimension: int = 0, *, back: bool = False) -> Tensor:
-    """Heads of values one per head of keys, then the next of each, where a checkpoint has all of one head of keys
-    together."""
+    """Order heads of values as the first of every head of keys, then the second of each, and so on; a checkpoint has
+    all heads of values of one head of keys together. `back` undoes it."""
     keys, each, _, _ = _heads(config)
     sizes = (each, keys, -1) if back else (keys, each, -1)
     whole = given.unflatten(dimension, sizes).transpose(dimension, dimension + 1)
@@ -98,7 +115,7 @@ def _tiled(config: Config, given: Tensor, dimension: int = 0, *, back: bool = Fa
 
 
 def _last_tiled(config: Config, given: Tensor, *, back: bool = False) -> Tensor:
-    """`_tiled` of the rows behind those of queries and keys."""
+    """Order the heads of values as `_tiled` does, in rows of which those of queries and keys come first."""
     keys, _, wide, _ = _heads(config)
     first = 2 * keys * wide
     return torch.cat([given[:first], _tiled(config, given[first:], back=back)])
@@ -109,7 +126,7 @@ _NORMS_PLUS_ONE = {
     name: _plus_one(own)
     for name, own in {
         "input_layernorm.weight": "attn_norm.weight",
-        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        **POST_ATTENTION,
         "model.norm.weight": "output_norm.weight",
         **HEAD_NORMS,
     }.items()
@@ -145,7 +162,7 @@ _QWEN3_NEXT = GgufFamily(
         "linear_num_value_heads": "ssm.time_step_rank",
     },
     products={"ssm.inner_size": ("linear_value_head_dim", "linear_num_value_heads")},
-    computes={"norm_topk_prob": (True,)},
+    computes=RENORMALIZED,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_NEXT,
@@ -180,25 +197,30 @@ _QWEN3_5_MOE = replace(
 
 
 def _grouped_norm(groups: str, name: str) -> Change:
-    """The norm of a Mamba-2 layer, which a file has by groups."""
+    """The norm of a Mamba-2 layer, `[channels]`, which a file has as `[groups, channels / groups]`; `groups` is their
+    entry in the config."""
     return _changed(
         name,
-        lambda config, given: given.unflatten(0, (_numbers(config, groups)[0], -1)),
+        lambda config, given: given.unflatten(0, (whole_numbers(config, groups)[0], -1)),
         lambda _, given: given.flatten(),
     )
 
 
-def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Change]]:
-    """Names and changes of the tensors of a Mamba-2 layer."""
-    names = {
+def _mamba(module: str) -> Mapping[str, str]:
+    """Names of tensors that Mamba layers of both versions have."""
+    return {
         f"{module}.in_proj.weight": "ssm_in.weight",
         f"{module}.out_proj.weight": "ssm_out.weight",
         f"{module}.conv1d.bias": "ssm_conv1d.bias",
-        f"{module}.dt_bias": "ssm_dt.bias",
     }
+
+
+def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Change]]:
+    """Names and changes of the tensors of a Mamba-2 layer, which are in this module of it."""
+    names = {**_mamba(module), f"{module}.dt_bias": "ssm_dt.bias"}
     changes = {
         f"{module}.A_log": _changed("ssm_a", *_column(_decay, _logarithm)),
-        f"{module}.D": _changed("ssm_d", *_column(_same, _same)),
+        f"{module}.D": _changed("ssm_d", *_column(_as_it_is, _as_it_is)),
         f"{module}.conv1d.weight": _without_middle("ssm_conv1d.weight"),
         f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
     }
@@ -214,7 +236,7 @@ _GRANITE_HYBRID = GgufFamily(
     slows_rope=True,
     has_shared=True,
     varies_heads=True,
-    biases=tuple(ATTENTION),
+    biases=ALL_BIASES,
     shared_width="shared_intermediate_size",
     names=_GRANITE_NAMES,
     changes=_GRANITE_CHANGES,
@@ -224,12 +246,7 @@ _GRANITE_HYBRID = GgufFamily(
         "mamba_n_groups": "ssm.group_count",
         "mamba_n_heads": "ssm.time_step_rank",
     },
-    multipliers={
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    },
+    multipliers=GRANITE,
     products={"ssm.inner_size": ("mamba_n_heads", "mamba_d_head")},
     computes={"mamba_conv_bias": (True,), "time_step_limit": ((0.0, math.inf),)},
     choices={"position_embedding_type": ("rope.scaling.finetuned", {"rope": True, "nope": False, None: False})},
@@ -243,17 +260,15 @@ _JAMBA = GgufFamily(
     experts_key="num_experts",
     names={
         "pre_ff_layernorm.weight": "ffn_norm.weight",
-        "mamba.in_proj.weight": "ssm_in.weight",
-        "mamba.out_proj.weight": "ssm_out.weight",
+        **_mamba("mamba"),
         "mamba.x_proj.weight": "ssm_x.weight",
         "mamba.dt_proj.weight": "ssm_dt.weight",
         "mamba.dt_proj.bias": "ssm_dt.bias",
-        "mamba.conv1d.bias": "ssm_conv1d.bias",
         "mamba.D": "ssm_d",
         **{f"mamba.{one}_layernorm.weight": f"ssm_{one}_norm.weight" for one in ("dt", "b", "c")},
     },
     outside={"model.norm.weight": "", "model.final_layernorm.weight": "output_norm.weight"},
-    dense={f"feed_forward.{role}_proj.weight": f"ffn_{role}.weight" for role in ("gate", "up", "down")},
+    dense=without_experts("feed_forward"),
     changes={
         "mamba.A_log": _changed("ssm_a", _decay, _logarithm),
         "mamba.conv1d.weight": _without_middle("ssm_conv1d.weight"),
@@ -290,19 +305,16 @@ _NEMOTRON_H = GgufFamily(
     },
     changes=_NEMOTRON_CHANGES,
     counts={
-        "n_shared_experts": "expert_shared_count",
+        **N_SHARED,
         "conv_kernel": "ssm.conv_kernel",
         "ssm_state_size": "ssm.state_size",
         "n_groups": "ssm.group_count",
         "mamba_num_heads": "ssm.time_step_rank",
     },
-    multipliers={
-        "layer_norm_epsilon": "attention.layer_norm_epsilon",
-        "routed_scaling_factor": "expert_weights_scale",
-    },
-    flags={"norm_topk_prob": "expert_weights_norm"},
+    multipliers={"layer_norm_epsilon": "attention.layer_norm_epsilon", **SCALED},
+    flags=IF_RENORMALIZED,
     products={"ssm.inner_size": ("mamba_num_heads", "mamba_head_dim")},
-    fixed={GATING: 2},
+    fixed=SIGMOID,
     computes={
         "mlp_hidden_act": ("relu2",),
         "moe_latent_size": (None,),
@@ -323,7 +335,7 @@ _LFM2_MOE = GgufFamily(
         "operator_norm.weight": "attn_norm.weight",
         "ffn_norm.weight": "ffn_norm.weight",
         "self_attn.out_proj.weight": "attn_output.weight",
-        **{f"self_attn.{one}_layernorm.weight": f"attn_{one}_norm.weight" for one in ("q", "k")},
+        **head_norms("q_layernorm", "k_layernorm"),
         "conv.in_proj.weight": "shortconv.in_proj.weight",
         "conv.out_proj.weight": "shortconv.out_proj.weight",
     },
@@ -333,7 +345,7 @@ _LFM2_MOE = GgufFamily(
     counts={"conv_L_cache": "shortconv.l_cache"},
     multipliers={"norm_eps": "attention.layer_norm_rms_epsilon"},
     fixed=SIGMOID,
-    computes={**RENORMALIZED, "routed_scaling_factor": (1.0,), "use_expert_bias": (True,), "conv_bias": (False,)},
+    computes={**RENORMALIZED, **NOT_SCALED, "use_expert_bias": (True,), "conv_bias": (False,)},
     varies_heads=True,
     cutting="lfm2",
 )

@@ -1,19 +1,30 @@
-"""Entries that many families share: how a router weighs experts, in words of `config.json` and of GGUF."""
+"""What many families share: how a router weighs experts, entries and names in words of `config.json` and of GGUF."""
 
 from collections.abc import Mapping
 
-from moetool.format.gguf.family import ATTENTION
-from moetool.format.gguf.words import GATING
+from moetool.format.gguf.family import ATTENTION, GgufFamily
+from moetool.format.gguf.words import EXPERT_WIDTH, GATING
 
+# Attention modules with biases, and an entry that says that none has one.
 INNER_BIASES = ("q_proj", "k_proj", "v_proj")
 ALL_BIASES = tuple(ATTENTION)
+UNBIASED: Mapping[str, tuple[object, ...]] = {"attention_bias": (False,)}
+
+# Weights of a token's experts: what a router computes them by, whether they add up to one, by what they are multiplied.
+_NORM, SCALE = "expert_weights_norm", "expert_weights_scale"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = ({GATING: number} for number in (1, 2, 3))
+SIGMOID_RENORMALIZED = {**SIGMOID, _NORM: True}
 RENORMALIZED: Mapping[str, tuple[object, ...]] = {"norm_topk_prob": (True,)}
 NOT_RENORMALIZED: Mapping[str, tuple[object, ...]] = {"norm_topk_prob": (False,)}
-NORM, SCALE, SHARED_COUNT = "expert_weights_norm", "expert_weights_scale", "expert_shared_count"
-IF_RENORMALIZED = {"norm_topk_prob": NORM}
+IF_RENORMALIZED = {"norm_topk_prob": _NORM}
 SCALED = {"routed_scaling_factor": SCALE}
-SHARED_ONES = {"n_shared_experts": SHARED_COUNT}
+NOT_SCALED: Mapping[str, tuple[object, ...]] = {"routed_scaling_factor": (1.0,)}
+
+# Entries that count shared experts.
+SHARED_COUNT = "expert_shared_count"
+N_SHARED = {"n_shared_experts": SHARED_COUNT}
+NUM_SHARED = {"num_shared_experts": SHARED_COUNT}
+
 GRANITE = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -21,3 +32,19 @@ GRANITE = {
     "logits_scaling": "logit_scale",
 }
 POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+
+# A family without names of its own yet, whose layers choose experts as DeepSeek-V3's do.
+ROUTED_AS_DEEPSEEK = GgufFamily(
+    "",
+    "",
+    is_moe=True,
+    leads_dense=True,
+    groups_experts=True,
+    has_shared=True,
+    experts_key="n_routed_experts",
+    width_key=EXPERT_WIDTH,
+    counts=N_SHARED,
+    multipliers=SCALED,
+    flags=IF_RENORMALIZED,
+    fixed=SIGMOID,
+)

@@ -1,65 +1,74 @@
-"""Families whose router gives experts weights by a sigmoid, as they are written to GGUF."""
+"""Families whose router weighs experts by a sigmoid, as llama.cpp computes them; latent attention is in `latent`."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.architectures.shape import ROLES
-from moetool.format.gguf.family import GgufFamily, beside
+from moetool.format.gguf.family import GgufFamily, beside, without_experts
 from moetool.format.gguf.routing import (
-    IF_RENORMALIZED,
     INNER_BIASES,
-    NORM,
+    NOT_SCALED,
+    NUM_SHARED,
     POST_ATTENTION,
     RENORMALIZED,
+    ROUTED_AS_DEEPSEEK,
     SCALE,
-    SCALED,
-    SHARED_COUNT,
-    SHARED_ONES,
     SIGMOID,
+    SIGMOID_RENORMALIZED,
+    UNBIASED,
 )
 from moetool.format.gguf.words import EXPERT_WIDTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_GLM4_MOE = GgufFamily(
-    "glm4_moe",
-    "glm4moe",
-    is_moe=True,
-    leads_dense=True,
+_GLM4_MOE = replace(
+    ROUTED_AS_DEEPSEEK,
+    model_type="glm4_moe",
+    architecture="glm4moe",
     is_partial=True,
     has_head_norms=True,
-    groups_experts=True,
-    has_shared=True,
     biases=INNER_BIASES,
-    experts_key="n_routed_experts",
-    width_key=EXPERT_WIDTH,
     names=POST_ATTENTION,
-    counts=SHARED_ONES,
-    multipliers=SCALED,
-    flags=IF_RENORMALIZED,
-    fixed=SIGMOID,
     cutting="glm4",
 )
-_LIKE_DOTS = GgufFamily(
-    "dots1",
-    "dots1",
-    groups_heads=False,
-    is_moe=True,
-    leads_dense=True,
+_EXAONE_MOE = replace(
+    ROUTED_AS_DEEPSEEK,
+    model_type="exaone_moe",
+    architecture="exaone-moe",
     has_head_norms=True,
-    groups_experts=True,
-    has_shared=True,
-    experts_key="n_routed_experts",
-    width_key=EXPERT_WIDTH,
-    counts=SHARED_ONES,
-    multipliers=SCALED,
-    flags=IF_RENORMALIZED,
-    fixed=SIGMOID,
+    needs_head=True,
+    experts_key="num_experts",
+    counts=NUM_SHARED,
+    window_period=0,
+    needs_windows=True,
+    slows_rope=True,
+    cutting="exaone-moe",
+)
+_AFMOE = replace(
+    ROUTED_AS_DEEPSEEK,
+    model_type="afmoe",
+    architecture="afmoe",
+    has_head_norms=True,
+    groups_experts=False,
+    experts_key="num_experts",
+    names={
+        **POST_ATTENTION,
+        "pre_mlp_layernorm.weight": "ffn_norm.weight",
+        "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+        "self_attn.gate_proj.weight": "attn_gate.weight",
+    },
+    counts=NUM_SHARED,
+    multipliers={"route_scale": SCALE},
+    flags={},
+    fixed=SIGMOID_RENORMALIZED,
+    computes={"mup_enabled": (True,), **UNBIASED},
+    window_period=4,
+    cutting="afmoe",
 )
 
 
 def _other_llama4(config: "PreTrainedConfig") -> str | None:
+    """Why llama.cpp computes another Llama 4 than this config's; `None` if it does not."""
     layers, step = range(1, config.num_hidden_layers + 1), config.interleave_moe_layer_step
     but_every_fourth = [bool(layer % 4) for layer in layers]
     if list(map(bool, config.no_rope_layers)) != but_every_fourth:
@@ -77,59 +86,26 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
     _GLM4_MOE,
     replace(_GLM4_MOE, model_type="glm4v_moe_text", has_head_norms=False, axes=(8, 12, 12)),
     replace(_GLM4_MOE, model_type="solar_open", cutting="solar-open"),
-    replace(_LIKE_DOTS, needs_head=True),
     replace(
-        _LIKE_DOTS,
-        model_type="exaone_moe",
-        architecture="exaone-moe",
+        ROUTED_AS_DEEPSEEK,
+        model_type="dots1",
+        architecture="dots1",
+        has_head_norms=True,
+        groups_heads=False,
         needs_head=True,
-        groups_heads=True,
-        experts_key="num_experts",
-        counts={"num_shared_experts": SHARED_COUNT},
-        window_period=0,
-        needs_windows=True,
-        slows_rope=True,
-        cutting="exaone-moe",
     ),
+    _EXAONE_MOE,
+    _AFMOE,
     replace(
-        _LIKE_DOTS,
-        model_type="afmoe",
-        architecture="afmoe",
-        groups_heads=True,
-        groups_experts=False,
-        experts_key="num_experts",
-        names={
-            **POST_ATTENTION,
-            "pre_mlp_layernorm.weight": "ffn_norm.weight",
-            "post_mlp_layernorm.weight": "post_ffw_norm.weight",
-            "self_attn.gate_proj.weight": "attn_gate.weight",
-        },
-        counts={"num_shared_experts": SHARED_COUNT},
-        multipliers={"route_scale": SCALE},
-        flags={},
-        fixed={**SIGMOID, NORM: True},
-        computes={"mup_enabled": (True,), "attention_bias": (False,)},
-        window_period=4,
-        cutting="afmoe",
-    ),
-    replace(
-        _LIKE_DOTS,
+        _AFMOE,
         model_type="hy_v3",
         architecture="hy_v3",
         has_shared=False,
-        names={
-            "mlp.expert_bias": "exp_probs_b",
-            **beside("mlp.shared_mlp"),
-        },
+        names={"mlp.expert_bias": "exp_probs_b", **beside("mlp.shared_mlp")},
         modules={"mlp.shared_mlp.": "mlp.shared_experts."},
-        groups_heads=True,
-        groups_experts=False,
-        experts_key="num_experts",
-        counts={"num_shared_experts": SHARED_COUNT},
         multipliers={"router_scaling_factor": SCALE},
-        flags={},
-        fixed={**SIGMOID, NORM: True},
-        computes={"attention_bias": (False,), "mlp_bias": (False,)},
+        computes={**UNBIASED, "mlp_bias": (False,)},
+        window_period=None,
         cutting="hunyuan",
     ),
     GgufFamily(
@@ -157,7 +133,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
         names={"self_attn.attention_sink_bias": "attn_sinks.weight"},
         multipliers={"attention_value_scale": "attention.value_scale"},
         fixed=SIGMOID,
-        computes={**RENORMALIZED, "routed_scaling_factor": (1.0,)},
+        computes={**RENORMALIZED, **NOT_SCALED},
         window_period=0,
         needs_windows=True,
     ),
@@ -177,7 +153,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
         },
         modules={"mlp.shared_expert.": "mlp.shared_experts."},
         multipliers={"moe_routed_scaling_factor": SCALE},
-        fixed={**SIGMOID, NORM: True},
+        fixed=SIGMOID_RENORMALIZED,
         turns_shares=True,
         computes={"moe_router_logit_softcapping": (0.0,), "moe_apply_router_weight_on_input": (False,)},
         window_period=0,
@@ -191,7 +167,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
         has_shared=True,
         width_key=EXPERT_WIDTH,
         dense_width="intermediate_size_mlp",
-        dense={f"feed_forward.{role}_proj.weight": f"ffn_{role}.weight" for role in ROLES},
+        dense=without_experts("feed_forward"),
         counts={"interleave_moe_layer_step": "interleave_moe_layer_step"},
         computes={
             "attention_chunk_size": (8192,),

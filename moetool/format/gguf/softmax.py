@@ -1,39 +1,35 @@
-"""Dense families, and those whose router gives experts weights by a softmax, as they are written to GGUF."""
+"""Dense families, and those whose router weighs experts by a softmax, as llama.cpp computes them."""
 
 from dataclasses import replace
 
-from moetool.architectures.shape import ROLES
-from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.family import GgufFamily, head_norms, without_experts
 from moetool.format.gguf.routing import (
     ALL_BIASES,
     GRANITE,
     IF_RENORMALIZED,
     INNER_BIASES,
     NOT_RENORMALIZED,
+    NUM_SHARED,
     POST_ATTENTION,
     RENORMALIZED,
     SHARED_COUNT,
     SOFTMAX_OF_CHOSEN,
+    UNBIASED,
 )
 from moetool.format.gguf.words import EXPERT_WIDTH, GATING
 
+_MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
+_LLAMA = replace(_MISTRAL, model_type="llama", biases=ALL_BIASES)
+_GRANITE = replace(_LLAMA, model_type="granite", architecture="granite", multipliers=GRANITE)
 DENSE: tuple[GgufFamily, ...] = (
-    GgufFamily("llama", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True, biases=ALL_BIASES),
-    GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True),
+    _LLAMA,
+    _MISTRAL,
     GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
     GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
-    GgufFamily(
-        "granite",
-        "granite",
-        is_moe=False,
-        is_read=True,
-        is_interleaved=True,
-        slows_rope=True,
-        biases=ALL_BIASES,
-        multipliers=GRANITE,
-    ),
+    _GRANITE,
 )
 
+_MIXTRAL = replace(_MISTRAL, model_type="mixtral", is_moe=True)
 _QWEN2_MOE = GgufFamily(
     "qwen2_moe",
     "qwen2moe",
@@ -48,14 +44,12 @@ _QWEN2_MOE = GgufFamily(
     shared_width="shared_expert_intermediate_size",
     computes=NOT_RENORMALIZED,
 )
-# Routing weights that add up to one are beyond its own architecture. Less its shared expert, which moetool's upcycled
-# models have idle, it is a Mixtral with biases.
-QWEN2_MOE_RENORMALIZED = GgufFamily(
-    "qwen2_moe",
-    "llama",
-    is_moe=True,
-    is_interleaved=True,
-    slows_rope=True,
+# llama.cpp's `qwen2moe` knows no routing weights that add up to one. Without its shared expert, which is idle in models
+# that moetool has upcycled, a Qwen2-MoE that has them is a Mixtral with biases.
+QWEN2_MOE_RENORMALIZED = replace(
+    _MIXTRAL,
+    model_type="qwen2_moe",
+    is_read=False,
     biases=INNER_BIASES,
     leaves_out=("mlp.shared_expert.", "mlp.shared_expert_gate."),
 )
@@ -78,18 +72,9 @@ _QWEN3_VL_MOE = replace(
     has_deep_stack=True,
     is_read=False,
 )
-_GRANITE_MOE = GgufFamily(
-    "granitemoe",
-    "granitemoe",
-    is_moe=True,
-    is_read=True,
-    is_interleaved=True,
-    slows_rope=True,
-    biases=ALL_BIASES,
-    multipliers=GRANITE,
-)
+_GRANITE_MOE = replace(_GRANITE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
-    GgufFamily("mixtral", "llama", is_moe=True, is_read=True, is_interleaved=True, slows_rope=True),
+    _MIXTRAL,
     _QWEN2_MOE,
     _QWEN3_MOE,
     _QWEN3_VL_MOE,
@@ -126,7 +111,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         has_shared=True,
         experts_key="num_experts",
         width_key=EXPERT_WIDTH,
-        names={f"self_attn.{one}_layernorm.weight": f"attn_{one[0]}_norm.weight" for one in ("query", "key")},
+        names=head_norms("query_layernorm", "key_layernorm"),
         fixed={SHARED_COUNT: 1},
         stretches_rope=True,
         cutting="hunyuan",
@@ -169,11 +154,11 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         experts_key="num_experts",
         width_key=EXPERT_WIDTH,
         dense_width="prefix_dense_intermediate_size",
-        counts={"num_shared_experts": SHARED_COUNT},
+        counts=NUM_SHARED,
         multipliers={"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
         flags=IF_RENORMALIZED,
         choices={"expert_selection_fn": (GATING, {"softmax": 1, "sigmoid": 2})},
-        computes={"shared_expert_combination_strategy": ("average",), "attention_bias": (False,)},
+        computes={"shared_expert_combination_strategy": ("average",), **UNBIASED},
         window_period=0,
         needs_windows=True,
         windows_turn_alike=True,
@@ -196,7 +181,7 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
             "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
             "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
             **{f"post_feedforward_layernorm_{one}.weight": f"post_ffw_norm_{one}.weight" for one in (1, 2)},
-            **{f"mlp.{role}_proj.weight": f"ffn_{role}.weight" for role in ROLES},
+            **without_experts("mlp"),
             "router.scale": "ffn_gate_inp.scale",
             "router.per_expert_scale": "ffn_down_exps.scale",
             "layer_scalar": "layer_output_scale.weight",
