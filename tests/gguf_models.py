@@ -164,6 +164,17 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 1.5,
     },
+    "granitemoe_swa": {
+        "shared_intermediate_size": 40,
+        "layer_types": [WHOLE, WINDOW, WINDOW],
+        "sliding_window": 16,
+        "layer_rope_theta": [0.0, 2e4, 2e4],
+        "attention_bias": True,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.5,
+    },
     "jamba": {
         "intermediate_size": 64,
         "num_experts": 6,

@@ -35,7 +35,6 @@ from moetool.format.gguf.words import (
     HEAD_WIDTHS,
     ROPE_BASE,
     ROPE_FACTORS,
-    SHARED_EXPERT,
     SHARED_WIDTH,
     WIDTH,
     gguf_library,
@@ -245,7 +244,9 @@ class GgufModel:
             kinds = (EXPERTS, EXPERT_BIASES) if self._moe.shape.biases else (EXPERTS,)
             others |= {layer_in_file(layer, kind[role]) for kind in kinds for role in self._moe.shape.roles}
             yield from self._experts(self._moe, layer)
-            if self._family.has_shared and (shared := mine & {layer_in_file(layer, n) for n in SHARED_EXPERT.values()}):
+            if self._family.has_shared and (
+                shared := mine & {layer_in_file(layer, n) for n in self._family.shared.values()}
+            ):
                 others |= shared
                 yield from self._shared(self._moe, layer)
         unknown = sorted(mine - names.keys() - others)
@@ -278,7 +279,8 @@ class GgufModel:
 
     def _shared(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
         for name, roles in by_name(moe.shared_expert_names(layer)).items():
-            yield name, torch.cat([self._read(layer_in_file(layer, SHARED_EXPERT[role])) for role in roles])
+            found = dict.fromkeys(self._family.shared[role] for role in roles)
+            yield name, torch.cat([self._read(layer_in_file(layer, own)) for own in found])
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
         """A tensor, or one of the matrices it is made of, in fp32."""

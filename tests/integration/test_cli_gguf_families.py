@@ -163,6 +163,8 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
             "linear",
         ),
         ("exaone_moe", {"layer_types": [WHOLE] * 3}, "wants windows"),
+        ("granitemoe_swa", {"layer_rope_theta": [0.0, 1e4, 2e4]}, "layer_rope_theta"),
+        ("granitemoe_swa", {"layer_rope_theta": [0.0] * 3}, "layer_rope_theta"),
         ("granitemoehybrid", {"time_step_limit": (0.01, 0.1)}, "time_step_limit"),
         ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias"),
         ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias"),

@@ -12,7 +12,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.format.gguf.family import GgufFamily, under
-from moetool.format.gguf.words import SHARED_EXPERT, layer_in_file, layer_of
+from moetool.format.gguf.words import layer_in_file, layer_of
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class GgufFacts:
         text = self._whole_config.get_text_config()
         if getattr(text, "per_layer_config", None):  # what most layers have, where transformers asks which one is meant
             text.allow_global_per_layer_attribute_access = True
+        if self.family.turns_by_layer and (bases := [base for base in text.layer_rope_theta if base]):
+            text.rope_parameters["rope_theta"] = bases[0]  # which the layers override
         return text
 
     @cached_property
@@ -186,7 +188,7 @@ class GgufFacts:
         if (key := self.family.shared_width) is not None:
             return int(getattr(self.config, key, 0) or 0)
         layer = self.experts.moe_layers[0]
-        own = layer_in_file(layer, SHARED_EXPERT["down"])
+        own = layer_in_file(layer, self.family.shared["down"])
         down = next((name for name, there in self.names_in_file.items() if there == own), None)
         if down is None and self.family.has_shared:
             down = self.experts.architecture.shared_expert_names(layer).get("down")

@@ -13,6 +13,7 @@ from moetool.format.gguf.words import (
     GROUPS,
     HEAD_WIDTHS,
     ROPE_BASE,
+    ROPE_PATTERN,
     SHARED_WIDTH,
     WIDTH,
 )
@@ -74,6 +75,8 @@ def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
 def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     rope, start = source.rope, source.family.architecture
     base, width, kind = float(rope.get("rope_theta", 10000.0)), source.head_width, rope.get("rope_type", "default")
+    if source.family.turns_by_layer:
+        writer.add_array(f"{start}.{ROPE_PATTERN}", [bool(own) for own in source.config.layer_rope_theta])
     if kind == "dynamic":
         base *= float(rope["alpha"]) ** (width / (width - 2))
     writer.add_float32(f"{start}.{ROPE_BASE}", base)

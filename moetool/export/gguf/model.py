@@ -31,7 +31,6 @@ from moetool.format.gguf.words import (
     EXPERTS,
     HEAD,
     ROPE_FACTORS,
-    SHARED_EXPERT,
     interleaved,
     layer_in_file,
     place,
@@ -137,7 +136,8 @@ class GgufSource(GgufFacts):
         ):
             for name, roles in by_name(self.moe.shared_expert_names(layer)).items():
                 module = name.removeprefix(prefix).removesuffix(".weight")
-                found[module] += [layer_in_file(layer, SHARED_EXPERT[role]) for role in roles]
+                shared = by_name({role: self.family.shared[role] for role in roles})
+                found[module] += [layer_in_file(layer, own) for own in shared]
         return found
 
     def changes(self, layer: int) -> dict[str, Change]:
@@ -215,11 +215,11 @@ class GgufSource(GgufFacts):
                     name = layer_in_file(layer, EXPERT_BIASES[role])
                     biases = shape.experts, shape.matrix(role)[0]
                     found[name] = self._tensor(name, biases, "f32", partial(self._biases, reader, layer, role))
-                if self.family.has_shared and self.shared_intermediate:
-                    name = layer_in_file(layer, SHARED_EXPERT[role])
-                    rows, columns = shape.hidden, self.shared_intermediate
-                    matrix = (rows, columns) if role == "down" else (columns, rows)
-                    found[name] = self._tensor(name, matrix, common, partial(self._shared, reader, layer, role))
+            if self.family.has_shared and (width := self.shared_intermediate):
+                for own, roles in by_name({role: self.family.shared[role] for role in shape.roles}).items():
+                    name = layer_in_file(layer, own)
+                    matrix = (shape.hidden, width) if roles == ["down"] else (len(roles) * width, shape.hidden)
+                    found[name] = self._tensor(name, matrix, common, partial(self._shared, reader, layer, roles))
         return found
 
     def _matrices(self, reader: ExpertReader, layer: int, role: Role) -> Iterator[Tensor]:
@@ -230,10 +230,11 @@ class GgufSource(GgufFacts):
         for expert in range(reader.shape.experts):
             yield reader.bias(layer, expert, role)[None]
 
-    def _shared(self, reader: ExpertReader, layer: int, role: Role) -> Iterator[Tensor]:
-        if reader.layout(layer).is_extended:
-            yield reader.dense(layer, reader.shape.experts, role).to(reader.dtype)
-            return
+    def _shared(self, reader: ExpertReader, layer: int, wanted: Sequence[Role]) -> Iterator[Tensor]:
         names = reader.architecture.shared_expert_names(layer)
-        roles = by_name(names)[names[role]]
-        yield self.checkpoint.read(names[role]).chunk(len(roles))[roles.index(role)]
+        for role in wanted:
+            if reader.layout(layer).is_extended:
+                yield reader.dense(layer, reader.shape.experts, role).to(reader.dtype)
+                continue
+            roles = by_name(names)[names[role]]
+            yield self.checkpoint.read(names[role]).chunk(len(roles))[roles.index(role)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moetool.architectures import ROLES, Architecture
+from moetool.architectures import ROLES, Architecture, Role
 from moetool.format.gguf.words import HEAD, SHARED_EXPERT, WIDTH, layer_in_file
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class GgufFamily:
         groups_heads: whether there may be fewer heads of keys than of queries.
         groups_experts: whether a token's experts may be taken from some groups of them.
         has_shared: whether it may have a shared expert.
+        shared: names of the shared expert's matrices; those of one name lie below each other, as in the checkpoint.
         biases: attention modules that may have one.
         may_tie: whether transformers ties embeddings where a config says so.
         needs_head: whether tied embeddings have to be there a second time, as the output matrix.
@@ -128,6 +129,7 @@ class GgufFamily:
         window_period: layers of which the last attends to all of a text and the others to a window of it; 0 if a file
             says so layer by layer, `None` if llama.cpp knows no windows here.
         needs_windows: whether llama.cpp loads no model without one.
+        turns_by_layer: whether a file says which layers have rotary embeddings (Granite's `layer_rope_theta`).
         windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
@@ -172,6 +174,7 @@ class GgufFamily:
     groups_heads: bool = True
     groups_experts: bool = False
     has_shared: bool = False
+    shared: Mapping[Role, str] = field(default_factory=lambda: SHARED_EXPERT)
     biases: tuple[str, ...] = ()
     may_tie: bool = True
     needs_head: bool = False
@@ -181,6 +184,7 @@ class GgufFamily:
     dense_width: str = "intermediate_size"
     window_period: int | None = None
     needs_windows: bool = False
+    turns_by_layer: bool = False
     windows_turn_alike: bool = False
     turns_shares: bool = False
     names: Mapping[str, str] = field(default_factory=dict)

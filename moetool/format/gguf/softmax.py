@@ -1,6 +1,7 @@
 """Dense families, and those whose router weighs experts by a softmax, as llama.cpp computes them."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import GgufFamily, head_norms, without_experts
 from moetool.format.gguf.routing import (
@@ -16,7 +17,10 @@ from moetool.format.gguf.routing import (
     SOFTMAX_OF_CHOSEN,
     UNBIASED,
 )
-from moetool.format.gguf.words import EXPERT_WIDTH, GATING
+from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_IN_TWO
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
 _LLAMA = replace(_MISTRAL, model_type="llama", biases=ALL_BIASES)
@@ -73,6 +77,14 @@ _QWEN3_VL_MOE = replace(
     is_read=False,
 )
 _GRANITE_MOE = replace(_GRANITE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
+
+
+def _other_bases(config: "PreTrainedConfig") -> str | None:
+    if len({base for base in config.layer_rope_theta if base}) != 1:
+        return "it has rotary embeddings in at least one layer, with one base in all that have them (layer_rope_theta)"
+    return None
+
+
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
     _MIXTRAL,
     _QWEN2_MOE,
@@ -93,6 +105,20 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
     ),
     _GRANITE_MOE,
     replace(_GRANITE_MOE, model_type="granitemoeshared", has_shared=True, shared_width="shared_intermediate_size"),
+    replace(
+        _GRANITE_MOE,
+        model_type="granitemoe_swa",
+        architecture="granite_swa",
+        is_read=False,
+        has_shared=True,
+        shared=SHARED_IN_TWO,
+        shared_width="shared_intermediate_size",
+        names={"self_attn.sinks": "attn_sinks.weight"},
+        window_period=0,
+        needs_windows=True,
+        turns_by_layer=True,
+        objection=_other_bases,
+    ),
     GgufFamily(
         "ernie4_5_moe",
         "ernie4_5-moe",

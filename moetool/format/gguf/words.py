@@ -20,6 +20,7 @@ EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" 
 SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
     {role: f"ffn_{role}_shexp.weight" for role in ("gate", "up", "down")}
 )
+SHARED_IN_TWO: Mapping[Role, str] = MappingProxyType({**SHARED_EXPERT, "gate": SHARED_EXPERT["up"]})  # gate before up
 EXPERT_BIASES: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.bias" for role in ("gate", "up", "down")})
 EMBEDDINGS, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Entries of `config.json` and keys of the metadata, after the name of the architecture: whole numbers, then fractions.
@@ -42,7 +43,8 @@ WIDTH, EXPERT_WIDTH, SHARED_WIDTH = (
 )
 DENSE_LAYERS, GROUPS = "leading_dense_block_count", ("expert_group_count", "expert_group_used_count")
 GATING = "expert_gating_func"
-EXPERT_COUNT, EXPERTS_USED, ROPE_BASE = "expert_count", "expert_used_count", "rope.freq_base"
+EXPERT_COUNT, EXPERTS_USED = "expert_count", "expert_used_count"
+ROPE_BASE, ROPE_PATTERN = "rope.freq_base", "attention.rope_pattern"
 
 
 def gguf_library() -> ModuleType:
