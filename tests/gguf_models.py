@@ -124,6 +124,20 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
         "sliding_window": 16,
     },
+    "step3p7": {
+        "num_hidden_layers": 4,
+        "layer_types": [WINDOW, WHOLE, WINDOW, WHOLE],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "sliding_window": 16,
+        "num_sliding_attention_heads": 6,
+        "moe_router_scaling_factor": 2.5,
+        "swiglu_limits": [0.0, None, 0.5, 0.7],
+        "swiglu_limits_shared": [0.4, None, 0.6, 0.0],
+        "rope_parameters": {
+            WHOLE: {**_SLOWED, "partial_rotary_factor": 0.5},
+            WINDOW: {**_PLAIN_ROPE, "rope_theta": 5e3},
+        },
+    },
     "laguna": {
         "intermediate_size": 64,
         "moe_intermediate_size": 24,

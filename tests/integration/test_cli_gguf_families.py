@@ -157,6 +157,8 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("mimo_v2_flash", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
         ("mimo_v2_flash", {"rope_parameters": {WHOLE: HALF_TURNED, WINDOW: TURNED}}, "another share"),
         ("laguna", {"layer_types": [WINDOW, WHOLE, WINDOW]}, "another share"),
+        ("step3p7", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
+        ("step3p7", {"mlp_bias": True}, "mlp_bias"),
         (
             "mellum",
             {"rope_parameters": {WHOLE: TURNED, WINDOW: {**TURNED, "rope_type": "linear", "factor": 2.0}}},

@@ -134,7 +134,8 @@ def _check_rope_of_windows(source: GgufSource) -> None:
             f"Layers with a window have rotary embeddings '{kind}' of their own; llama.cpp's '{own}' has none there."
         )
     shares = {one.get("partial_rotary_factor") or 1.0 for one in (rope, other)}
-    is_turned = family.has_two_widths or all(source.windows) or (family.turns_shares and not source.windows[0])
+    is_turned = family.has_two_widths or all(source.windows) or family.doubles_turned
+    is_turned = is_turned or (family.turns_shares and not source.windows[0])
     if len(shares) > 1 and not is_turned:
         where = " unless the first layer attends to all of a text" if family.turns_shares else ""
         raise InvalidInputError(

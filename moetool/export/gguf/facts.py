@@ -114,9 +114,10 @@ class GgufFacts:
 
     @cached_property
     def query_heads(self) -> list[int]:
-        """Heads of queries of each layer, which may differ in Laguna."""
+        """Heads of queries of each layer, which may differ in Laguna and in Step 3.5."""
         own = getattr(self.config, "num_attention_heads_per_layer", None)
-        return list(own or [int(self.config.num_attention_heads)] * self.layers)
+        of_layers = getattr(self.config, "per_layer_config", None) or [self.config] * self.layers
+        return list(own or [int(layer.num_attention_heads) for layer in of_layers])
 
     @cached_property
     def heads_by_layer(self) -> list[int] | None:
@@ -179,6 +180,14 @@ class GgufFacts:
         """The part of each head's channels that rotary embeddings turn."""
         own = self.rope.get("partial_rotary_factor", getattr(self.config, "partial_rotary_factor", None))
         return 1.0 if own is None or self.family.is_latent else float(own)
+
+    @property
+    def most_turned(self) -> int:
+        """Most channels of a head that rotary embeddings turn in any layer; all, where the file holds some still."""
+        if self.family.has_two_widths:
+            return self.whole_width
+        share = float(self.rope_of_windows.get("partial_rotary_factor") or 1.0) if self.windows else 0.0
+        return int(self.head_width * max(self.rotary_share, share))
 
     @cached_property
     def shared_intermediate(self) -> int:

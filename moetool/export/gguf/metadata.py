@@ -36,6 +36,9 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     for key, own in {**FRACTIONS, **family.multipliers}.items():
         if (value := getattr(config, key, None)) is not None:
             writer.add_float32(f"{start}.{own}", float(value))
+    for key, own in family.of_layers.items():
+        if (values := getattr(config, key, None)) is not None:
+            writer.add_array(f"{start}.{own}", [float(value or 0.0) for value in values[: source.layers]])
     for key, own in family.flags.items():
         writer.add_bool(f"{start}.{own}", bool(getattr(config, key)))
     for own, (one, other) in family.products.items():
@@ -67,7 +70,8 @@ def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
         widths[f"{HEAD_WIDTHS[0]}_mla"] = int(config.qk_nope_head_dim) + turned
     else:
         values = int(getattr(config, "v_head_dim", None) or width)
-        widths = dict(zip(HEAD_WIDTHS, (width, values, int(width * source.rotary_share)), strict=True))
+        turned = int(width * source.rotary_share) * (2 if source.family.doubles_turned else 1)
+        widths = dict(zip(HEAD_WIDTHS, (width, values, turned), strict=True))
     for own, channels in widths.items():
         writer.add_uint32(f"{start}.{own}", channels)
 

@@ -102,7 +102,7 @@ class GgufSource(GgufFacts):
             shape = self.checkpoint.info(self.embeddings_name).shape
             found[HEAD] = self._tensor(HEAD, shape, common, partial(self._rows, self.embeddings_name, HEAD))
         if self.rope.get("rope_type") in ROPES_BY_PAIR:
-            pairs = self.whole_width // 2
+            pairs = self.most_turned // 2
             found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (pairs,), "f32", partial(factors_by_pair, self))
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.facts import GgufFacts
+from moetool.export.gguf.facts import WHOLE, GgufFacts
 from moetool.format.gguf.family import GgufFamily
 
 ROPE_SCALINGS = ("linear", "yarn")  # kinds (`rope_type`) that metadata name
@@ -35,9 +35,11 @@ def factors_by_pair(facts: GgufFacts) -> Iterator[Tensor]:
         turned = int(facts.whole_width * facts.rotary_share) // 2
         yield torch.cat([torch.ones(turned), torch.full((facts.whole_width // 2 - turned,), _STILL)])
         return
-    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](facts.config, torch.device("cpu"))
-    steps = torch.arange(0, facts.head_width, 2, dtype=torch.float32) / facts.head_width
-    yield facts.rope["rope_theta"] ** -steps / slowed
+    kind = {} if facts.rope is facts.config.rope_parameters else {"layer_type": WHOLE}
+    slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](facts.config, torch.device("cpu"), **kind)
+    steps = torch.arange(0, 2 * len(slowed), 2, dtype=torch.float32) / (2 * len(slowed))
+    others = torch.ones(facts.most_turned // 2 - len(slowed))  # in layers with a window
+    yield torch.cat([facts.rope["rope_theta"] ** -steps / slowed, others])
 
 
 def yarn_strengths(family: GgufFamily, rope: Mapping[str, Any], factor: float) -> tuple[float, float]:

@@ -132,6 +132,7 @@ class GgufFamily:
         turns_by_layer: whether a file says which layers have rotary embeddings (Granite's `layer_rope_theta`).
         windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
+        doubles_turned: whether a file says twice how many channels they turn in layers that attend to all of a text.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
         outside: tensors outside of layers, likewise.
         modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
@@ -139,6 +140,7 @@ class GgufFamily:
         changes: tensors of a layer that a file has otherwise.
         counts: further whole numbers, config keys and metadata keys, as `COUNTS`.
         multipliers: further fractions, as `FRACTIONS`.
+        of_layers: further fractions of each layer, 0 where a config has none.
         flags: further entries that are true or false.
         products: metadata keys of whole numbers, each the product of two entries.
         choices: metadata that says in numbers what entries say in words.
@@ -187,6 +189,7 @@ class GgufFamily:
     turns_by_layer: bool = False
     windows_turn_alike: bool = False
     turns_shares: bool = False
+    doubles_turned: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -194,6 +197,7 @@ class GgufFamily:
     changes: Mapping[str, Change] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
+    of_layers: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)

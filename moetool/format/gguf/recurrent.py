@@ -54,7 +54,7 @@ def _without_middle(name: str) -> Change:
     return _changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
 
 
-def _plus_one(name: str) -> Change:
+def plus_one(name: str) -> Change:
     """The weight of a norm that multiplies by one more than it says."""
     return _changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
 
@@ -123,7 +123,7 @@ def _last_tiled(config: Config, given: Tensor, *, back: bool = False) -> Tensor:
 
 _back = partial(partial, back=True)
 _NORMS_PLUS_ONE = {
-    name: _plus_one(own)
+    name: plus_one(own)
     for name, own in {
         "input_layernorm.weight": "attn_norm.weight",
         **POST_ATTENTION,
