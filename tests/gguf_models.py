@@ -189,6 +189,11 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "logits_scaling": 1.5,
     },
+    "minimax": {
+        "layer_types": [LINEAR, LINEAR, WHOLE],
+        "rms_norm_eps": 1e-6,
+        **{f"{kind}_alpha_factor": 1.5 for kind in ("full_attn", "linear_attn", "mlp")},
+    },
     "jamba": {
         "intermediate_size": 64,
         "num_experts": 6,

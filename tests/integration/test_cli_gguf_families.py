@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import copy_of, load, tensors_of
 from families import add_prediction_layer
-from gguf_models import GGUF_MODELS, WHOLE, WINDOW, gguf_model
+from gguf_models import GGUF_MODELS, LINEAR, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
@@ -159,6 +159,11 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("laguna", {"layer_types": [WINDOW, WHOLE, WINDOW]}, "another share"),
         ("step3p7", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
         ("step3p7", {"mlp_bias": True}, "mlp_bias"),
+        ("minimax", {"mlp_alpha_factor": 1.2}, "residual"),
+        ("minimax", {"mlp_beta_factor": 0.5}, "beta_factor"),
+        ("minimax", {"rotary_dim": 4}, "rotary_dim"),
+        ("minimax", {"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+        ("minimax", {"layer_types": [LINEAR] * 3}, "lightning"),
         (
             "mellum",
             {"rope_parameters": {WHOLE: TURNED, WINDOW: {**TURNED, "rope_type": "linear", "factor": 2.0}}},
@@ -263,6 +268,13 @@ def test_tied_embeddings_are_there_twice_where_llama_cpp_wants_a_head(
     assert result.code == 0, result.stderr
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert (tensors["output.weight"] == tensors["token_embd.weight"]).all()
+
+
+def test_what_differs_slightly_is_said(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """MiniMax-01 as transformers makes it by default: llama.cpp has one epsilon for all norms."""
+    result = export(run_cli, model("minimax", rms_norm_eps=1e-5), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    assert "adds 1e-05" in result.stderr
 
 
 def test_heads_of_queries_may_differ_by_layer(run_cli: Any, model: Any, tmp_path: Path) -> None:

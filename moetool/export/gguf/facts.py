@@ -18,7 +18,8 @@ from moetool.runtime.dense import DenseModel
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-WINDOWED, WHOLE = "sliding_attention", "full_attention"  # kinds of layers (`layer_types`)
+# Kinds of layers (`layer_types`).
+WINDOWED, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)

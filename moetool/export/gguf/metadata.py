@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
 from moetool.format.gguf.words import (
@@ -15,6 +16,7 @@ from moetool.format.gguf.words import (
     ROPE_BASE,
     ROPE_PATTERN,
     SHARED_WIDTH,
+    STATES,
     WIDTH,
 )
 
@@ -136,6 +138,8 @@ def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_array(f"{start}.{WIDTH}", widths)
     elif family.width_key != WIDTH:
         writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width, None) or shape.intermediate))
+    if family.has_states:
+        writer.add_array(f"{start}.{STATES}", [kind == LINEAR for kind in config.layer_types])
     if family.attention_interval is not None:
         writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
     if source.shared_intermediate:

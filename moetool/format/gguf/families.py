@@ -9,12 +9,21 @@ from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.latent import OF_LATENT
+from moetool.format.gguf.lightning import LIGHTNING
 from moetool.format.gguf.limited import OF_LIMITED
 from moetool.format.gguf.recurrent import RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
 
-GGUF_FAMILIES: tuple[GgufFamily, ...] = (*DENSE, *OF_SOFTMAX, *OF_LATENT, *OF_SIGMOID, *OF_LIMITED, *RECURRENT)
+GGUF_FAMILIES: tuple[GgufFamily, ...] = (
+    *DENSE,
+    *OF_SOFTMAX,
+    *OF_LATENT,
+    *OF_SIGMOID,
+    *OF_LIMITED,
+    *RECURRENT,
+    *LIGHTNING,
+)
 _REFUSED: Mapping[str, str] = {
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "
     "(SparseMixer) gives nearly one to each. It would be another model.",

@@ -100,6 +100,7 @@ class GgufFamily:
         skips_experts: whether layers have either experts or attention or a state, not two of them.
         varies_heads: whether a file says how many heads of keys each layer has; none, if it has no attention.
         attention_interval: metadata key of how many layers there are for one with attention, if they take turns.
+        has_states: whether a file says which layers have a state in the place of attention.
         is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
             transformers turns rows that are half a head apart.
         slows_rope: whether a file may say by how much each pair of channels turns slower (Llama 3's `rope_type`).
@@ -150,6 +151,7 @@ class GgufFamily:
         cutting: llama.cpp's name of how published tokenizers of the family cut a text, where their rules do not tell.
         is_read: whether moetool reads its files, too.
         objection: tells of a config why llama.cpp computes another model, if it does.
+        differs: tells of a config what llama.cpp computes slightly otherwise, if anything.
         leaves_out: tensors of the layer, by beginnings of their names, that only an idle shared expert has.
     """
 
@@ -161,6 +163,7 @@ class GgufFamily:
     skips_experts: bool = False
     varies_heads: bool = False
     attention_interval: str | None = None
+    has_states: bool = False
     is_interleaved: bool = False
     slows_rope: bool = False
     stretches_rope: bool = False
@@ -207,6 +210,7 @@ class GgufFamily:
     cutting: str | None = None
     is_read: bool = False
     objection: Callable[["PreTrainedConfig"], str | None] = _none
+    differs: Callable[["PreTrainedConfig"], str | None] = _none
     leaves_out: tuple[str, ...] = ()
 
     def in_file(self, layers: int, moe: Architecture | None) -> dict[str, str]:

@@ -42,7 +42,7 @@ WIDTH, EXPERT_WIDTH, SHARED_WIDTH = (
     "expert_shared_feed_forward_length",
 )
 DENSE_LAYERS, GROUPS = "leading_dense_block_count", ("expert_group_count", "expert_group_used_count")
-GATING = "expert_gating_func"
+GATING, STATES = "expert_gating_func", "attention.recurrent_layers"
 EXPERT_COUNT, EXPERTS_USED = "expert_count", "expert_used_count"
 ROPE_BASE, ROPE_PATTERN = "rope.freq_base", "attention.rope_pattern"
 
