@@ -28,6 +28,18 @@ _DELTA_RULE = {
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 8,
 }
+_BLOCKS_OF_TEXT = {
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": [WHOLE, *["minimax_m3_sparse"] * 2],
+    "shared_intermediate_size": 48,
+    "swiglu_limit": 7.0,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 16,
+    "index_topk_blocks": 4,
+    "rotary_dim": 4,
+    "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5},
+}
 
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
@@ -194,6 +206,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         **{f"{kind}_alpha_factor": 1.5 for kind in ("full_attn", "linear_attn", "mlp")},
     },
+    "minimax_m3_vl_text": _BLOCKS_OF_TEXT,
+    "minimax_m3_vl": _BLOCKS_OF_TEXT,
     "jamba": {
         "intermediate_size": 64,
         "num_experts": 6,

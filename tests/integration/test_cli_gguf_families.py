@@ -58,6 +58,18 @@ def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
     return run_cli("export", source, target, "--format", "gguf", *options, "--json")
 
 
+def logits_in_llama_cpp(file: Path, tokens: torch.Tensor, *, flash_attn: bool = False) -> torch.Tensor:
+    from llama_cpp import GGML_TYPE_F32, Llama
+
+    kept = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32, "flash_attn": flash_attn}
+    threads = {"n_threads": 1, "n_threads_batch": 1}
+    llama = Llama(str(file), n_ctx=len(tokens) + 16, logits_all=True, verbose=False, **threads, **kept)
+    llama.eval(tokens.tolist())
+    found = torch.from_numpy(llama.scores[: len(tokens)].copy())
+    llama.close()
+    return found
+
+
 @pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
 def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     """Read back by moetool, the first layer with experts is the checkpoint's (`export` sees to it itself); every name
@@ -90,21 +102,27 @@ def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
 @pytest.mark.parametrize("name", GGUF_MODELS)
 def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
-    from llama_cpp import GGML_TYPE_F32, Llama
-
     result = export(run_cli, model(name), tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
     tokens = torch.randint(288, (48,), generator=torch.Generator().manual_seed(0))
-    kept = {"type_k": GGML_TYPE_F32, "type_v": GGML_TYPE_F32, "flash_attn": False}
-    threads = {"n_threads": 1, "n_threads_batch": 1}
-    file = str(tmp_path / "out" / "model.gguf")
-    llama = Llama(file, n_ctx=64, logits_all=True, verbose=False, **threads, **kept)
-    llama.eval(tokens.tolist())
-    found = torch.from_numpy(llama.scores[:48].copy())
-    llama.close()
+    found = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens)
     expected = load(model(name))(tokens[None]).logits[0]
     own = 1e-2 if "gemma" in name else 1e-4  # llama.cpp looks gelu up in a table of 16 bits
     assert (found - expected).norm() < own * expected.norm()
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+def test_llama_cpp_chooses_the_same_blocks_of_a_text(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """MiniMax-M3 in a text of more blocks than attention sees; llama.cpp chooses some with flash attention alone."""
+    sparse = {"layer_types": ["minimax_m3_sparse"] * 3, "mlp_layer_types": ["sparse"] * 3}
+    source = model("minimax_m3_vl_text", **sparse, index_topk_blocks=2)
+    result = export(run_cli, source, tmp_path / "out", "--type", "f32")
+    assert "flash attention" in result.stderr
+    tokens = torch.randint(288, (112,), generator=torch.Generator().manual_seed(0))
+    expected = load(source)(tokens[None]).logits[0]
+    for flash_attn in (True, False):
+        found = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens, flash_attn=flash_attn)
+        assert ((found - expected).norm() < 1e-4 * expected.norm()) == flash_attn
 
 
 @pytest.mark.parametrize("name", sampled(GGUF_MODELS, STRUCTURES))
@@ -159,6 +177,12 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("laguna", {"layer_types": [WINDOW, WHOLE, WINDOW]}, "another share"),
         ("step3p7", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
         ("step3p7", {"mlp_bias": True}, "mlp_bias"),
+        ("minimax_m3_vl_text", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("minimax_m3_vl_text", {"shared_intermediate_size": 40}, "shared_intermediate_size"),
+        ("minimax_m3_vl_text", {"index_n_heads": 4}, "index_n_heads"),
+        ("minimax_m3_vl_text", {"index_local_blocks": 5}, "index_local_blocks"),
+        ("minimax_m3_vl_text", {"rotary_dim": 8}, "rotary_dim"),
+        ("minimax_m3_vl_text", {"layer_types": [WHOLE] * 3}, "layer_types"),
         ("minimax", {"mlp_alpha_factor": 1.2}, "residual"),
         ("minimax", {"mlp_beta_factor": 0.5}, "beta_factor"),
         ("minimax", {"rotary_dim": 4}, "rotary_dim"),

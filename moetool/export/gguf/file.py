@@ -35,7 +35,7 @@ _LARGEST_FP16 = 65504.0
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
 _ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
-    "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
+    "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
 
 

@@ -45,6 +45,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_bool(f"{start}.{own}", bool(getattr(config, key)))
     for own, (one, other) in family.products.items():
         writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) * int(getattr(config, other)))
+    for own, (one, other) in family.quotients.items():
+        writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) // int(getattr(config, other)))
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"{start}.{own}", value)

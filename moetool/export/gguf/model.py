@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     pass
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|slope_rate|(query|key|diagonal)_decay)$")
-_FURTHER = re.compile(r"(model\.)?mtp[._]")  # layers that predict further tokens
+_FURTHER = re.compile(r"((language_)?model\.)*mtp[._]")  # layers that predict further tokens
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 
 

@@ -10,7 +10,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
-from moetool.format.gguf.limited import OF_LIMITED
+from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
 from moetool.format.gguf.recurrent import RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
@@ -39,6 +39,8 @@ def gguf_family(config: Settings) -> GgufFamily:
     model_type = config.get("model_type")
     if model_type == QWEN2_MOE_RENORMALIZED.model_type and config.get("norm_topk_prob"):
         return QWEN2_MOE_RENORMALIZED
+    if model_type == MINIMAX_M3_OF_HUB.model_type and config.get("text_config"):
+        return MINIMAX_M3_OF_HUB
     for family in GGUF_FAMILIES:
         if family.model_type == model_type:
             return family

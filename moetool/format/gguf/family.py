@@ -144,6 +144,7 @@ class GgufFamily:
         of_layers: further fractions of each layer, 0 where a config has none.
         flags: further entries that are true or false.
         products: metadata keys of whole numbers, each the product of two entries.
+        quotients: metadata keys of whole numbers, each the quotient of two entries.
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
@@ -203,6 +204,7 @@ class GgufFamily:
     of_layers: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -1,14 +1,18 @@
 """Families whose experts have limits on their gates, as llama.cpp computes them.
 
-Source: https://github.com/ggml-org/llama.cpp (`conversion/step3.py`).
+Sources: https://github.com/ggml-org/llama.cpp (`conversion/step3.py`, `conversion/minimax.py`).
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import HEAD_NORMS, GgufFamily, beside
+import torch
+
+from moetool.format.gguf.family import HEAD_NORMS, Change, GgufFamily, beside, without_experts
 from moetool.format.gguf.recurrent import plus_one
-from moetool.format.gguf.routing import SCALE, SIGMOID_RENORMALIZED, UNBIASED
-from moetool.format.gguf.words import EXPERT_WIDTH
+from moetool.format.gguf.routing import SCALE, SCALED, SHARED_COUNT, SIGMOID_RENORMALIZED, UNBIASED
+from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_EXPERT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,6 +26,15 @@ _NORMS_PLUS_ONE = {
         **HEAD_NORMS,
     }.items()
 }
+_INDEXER: Mapping[str, str] = {"q_proj": "indexer.q_proj", "k_proj": "indexer.k_proj"}
+_INDEXER_NORMS: Mapping[str, str] = {"q_norm": "indexer.q_norm", "k_norm": "indexer.k_norm"}
+
+
+def _gate_and_up(gate: str, up: str) -> Change:
+    """The change of a matrix with the rows of gate above those of up into two matrices of these names, and back."""
+    return Change(
+        (gate, up), lambda _, joined: joined.chunk(2), lambda _, parts: torch.cat([*parts]), keeps_inputs=True
+    )
 
 
 def _other_step(config: "PreTrainedConfig") -> str | None:
@@ -30,6 +43,88 @@ def _other_step(config: "PreTrainedConfig") -> str | None:
     return None
 
 
+def _other_minimax(config: "PreTrainedConfig") -> str | None:
+    turned = int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
+    if any((attention == "minimax_m3_sparse") != (mlp == "sparse") for attention, mlp in kinds):
+        return "its attention is sparse in just the layers that have experts (layer_types, mlp_layer_types)"
+    if config.index_n_heads != config.num_key_value_heads:
+        return "its indexer has as many heads as there are of keys (index_n_heads)"
+    if config.index_local_blocks > config.index_topk_blocks:
+        return "blocks before a token are among those that are chosen (index_local_blocks, index_topk_blocks)"
+    if turned > config.index_head_dim:
+        return "rotary embeddings turn as many channels of the indexer's heads (index_head_dim)"
+    if turned != min(config.rotary_dim, config.head_dim):
+        return (
+            f"rotary_dim says that rotary embeddings turn {config.rotary_dim} channels of a head, and transformers, by "
+            f"which moetool computes, turns {turned} (partial_rotary_factor)"
+        )
+    if not config.shared_intermediate_size or config.shared_intermediate_size % config.intermediate_size:
+        return "its shared experts are as wide as some of the others together (shared_intermediate_size)"
+    return None
+
+
+def _blocks_want_flash_attention(_: "PreTrainedConfig") -> str:
+    return (
+        "llama.cpp attends to chosen blocks of a text, as this model does, with flash attention alone, which is its "
+        "default; without, to all of a text."
+    )
+
+
+_MINIMAX_M3 = GgufFamily(
+    "minimax_m3_vl_text",
+    "minimax-m3",
+    is_moe=True,
+    leads_dense=True,
+    needs_head=True,
+    is_partial=True,
+    width_key=EXPERT_WIDTH,
+    dense_width="dense_intermediate_size",
+    names={
+        "mlp.shared_experts.down_proj.weight": SHARED_EXPERT["down"],
+        **{f"self_attn.indexer.{name}.weight": f"{own}.weight" for name, own in _INDEXER.items()},
+    },
+    dense={"mlp.down_proj.weight": "ffn_down.weight"},
+    changes={
+        **_NORMS_PLUS_ONE,
+        **{f"self_attn.indexer.{name}.weight": plus_one(f"{own}.weight") for name, own in _INDEXER_NORMS.items()},
+        "mlp.gate_up_proj.weight": _gate_and_up("ffn_gate.weight", "ffn_up.weight"),
+        "mlp.shared_experts.gate_up_proj.weight": _gate_and_up(SHARED_EXPERT["gate"], SHARED_EXPERT["up"]),
+    },
+    counts={
+        "index_n_heads": "attention.indexer.head_count",
+        "index_head_dim": "attention.indexer.key_length",
+        "index_topk_blocks": "attention.indexer.top_k",
+        "index_block_size": "attention.indexer.block_size",
+        "index_local_blocks": "attention.indexer.local_blocks",
+    },
+    multipliers=SCALED,
+    quotients={SHARED_COUNT: ("shared_intermediate_size", "intermediate_size")},
+    fixed=SIGMOID_RENORMALIZED,
+    computes={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    objection=_other_minimax,
+    differs=_blocks_want_flash_attention,
+    cutting="minimax-m2",
+)
+_SHARED_OF_HUB, _JOINED = "block_sparse_moe.shared_experts", "gate_up_proj"
+# As the hub has it, in a model that sees: gate and up are apart there, and other modules have other names.
+MINIMAX_M3_OF_HUB = replace(
+    _MINIMAX_M3,
+    names={
+        **beside(_SHARED_OF_HUB),
+        **{f"self_attn.index_{name}.weight": f"{own}.weight" for name, own in _INDEXER.items()},
+    },
+    dense=without_experts("mlp"),
+    changes={
+        **_NORMS_PLUS_ONE,
+        **{f"self_attn.index_{name}.weight": plus_one(f"{own}.weight") for name, own in _INDEXER_NORMS.items()},
+    },
+    modules={
+        **{f"mlp.{role}_proj": f"mlp.{_JOINED}" for role in ("gate", "up")},
+        **{f"{_SHARED_OF_HUB}.{role}_proj": f"mlp.shared_experts.{_JOINED}" for role in ("gate", "up")},
+        f"{_SHARED_OF_HUB}.": "mlp.shared_experts.",
+    },
+)
 OF_LIMITED: tuple[GgufFamily, ...] = (
     GgufFamily(
         "step3p5",
@@ -59,4 +154,5 @@ OF_LIMITED: tuple[GgufFamily, ...] = (
         window_period=0,
         needs_windows=True,
     ),
+    _MINIMAX_M3,
 )
