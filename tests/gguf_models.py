@@ -40,6 +40,24 @@ _BLOCKS_OF_TEXT = {
     "rotary_dim": 4,
     "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5},
 }
+_DOTS3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["indexed_attention", WINDOW, "indexed_attention", WINDOW],
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "head_dim": 16,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 24,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 12,
+    "index_topk": 12,
+    "index_head_dim": 64,
+    "index_n_heads": 6,  # of which not all are at nought, so that no places are alike
+    "n_shared_experts": 2,
+}
 
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
@@ -78,6 +96,15 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "exaone_moe-slowed": {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _SLOWED},
     "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},
+    "kimi_linear": {
+        "q_lora_rank": None,
+        "linear_num_heads": 4,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "rms_norm_eps": 1e-6,
+    },
+    "dots3_note_text": _DOTS3,
+    "dots3_note": _DOTS3,
     "hy_v3": {"moe_intermediate_size": 24, "num_experts": 6, "intermediate_size": 64, "head_dim": 8},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "gpt_oss": {

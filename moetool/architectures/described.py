@@ -5,11 +5,11 @@ The code of a checkpoint (`auto_map`) is never run.
 """
 
 import ast
+import contextlib
 import copy
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moetool.architectures.base import EXPERT_KEYS, experts_told
@@ -19,6 +19,8 @@ from moetool.quiet import refused
 if TYPE_CHECKING:
     from torch import nn
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+_PROBE = 7  # tokens of a vocabulary that no model has
 
 
 def empty_model_of(config: Mapping[str, object]) -> "PreTrainedModel":
@@ -86,11 +88,19 @@ def check_language_is_there(config: Mapping[str, object]) -> None:
 
 
 def _check_language_is_there(config: Mapping[str, object], described: "PreTrainedConfig") -> None:
-    if (key := language_key(described)) is not None and not config.get(key):
+    if (key := language_key(described)) is not None and not config.get(key) and not _has_language_beside(described):
         raise InvalidInputError(
             f"config.json of this {config.get('model_type')} model has no {key}, which says what its language model "
             "is. Download it again."
         )
+
+
+def _has_language_beside(described: "PreTrainedConfig") -> bool:
+    """Whether transformers takes entries of a config that lie beside its parts as its language model's, as in files of
+    dots3."""
+    with contextlib.suppress(Exception):  # each class refuses numbers in its own way
+        return bool(type(described)(vocab_size=_PROBE).get_text_config().vocab_size == _PROBE)
+    return False
 
 
 def experts_by_default(config: Mapping[str, object]) -> str | None:
@@ -124,7 +134,9 @@ def language_entries(config: Mapping[str, object]) -> Mapping[str, object]:
 def with_language_entries(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a `config.json` with some entries of its language model replaced. Raises as `language_entries`."""
     key = language_key(_read(config))
-    return {**config, **changes} if key is None else {**config, key: {**language_entries(config), **changes}}
+    if key is None or not config.get(key):
+        return {**config, **changes}
+    return {**config, key: {**language_entries(config), **changes}}
 
 
 def _read(config: Mapping[str, object]) -> "PreTrainedConfig":
@@ -190,7 +202,7 @@ def language_model_class(model_type: object) -> "type[AutoModelForCausalLM] | ty
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming(model: "PreTrainedModel", config: Mapping[str, object], clause: str) -> Iterator[None]:
     """Context manager that puts the model's name and a clause in front of the message of any `InvalidInputError`."""
     try:

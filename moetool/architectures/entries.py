@@ -27,13 +27,16 @@ def entries_of(config: Mapping[str, object]) -> str:
 
 
 def _own_entries(config: Mapping[str, object]) -> dict[str, object]:
-    """The entries of a model's config, without those of its parts that settings have beside its own."""
+    """The entries of a model's config, without those of its parts that settings have beside its own; what files have
+    there in the place of a part, as those of dots3, is their language model's."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return dict(config)
     kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+    if "text_config" in kind.sub_configs and not config.get("text_config"):
+        return dict(config)
     own = {field.name for field in dataclasses.fields(kind)} | {"model_type"}
     parts = (_plain(config[key]) for key in kind.sub_configs if config.get(key))
     repeated = {name for part in parts if isinstance(part, Mapping) for name in part} - own

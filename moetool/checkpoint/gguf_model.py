@@ -239,7 +239,7 @@ class GgufModel:
         for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], self._moe).items():
             if mine.issuperset(parts):
                 others |= {*parts}
-                yield name, change.together(self._settings, [self._read(part) for part in parts])
+                yield name, change.together(self._settings(layer), [self._read(part) for part in parts])
         if self._moe is not None and layer in self._moe.moe_layers:
             kinds = (EXPERTS, EXPERT_BIASES) if self._moe.shape.biases else (EXPERTS,)
             others |= {layer_in_file(layer, kind[role]) for kind in kinds for role in self._moe.shape.roles}
@@ -256,9 +256,12 @@ class GgufModel:
                 f"{self._family.model_type}."
             )
 
-    @property
-    def _settings(self) -> Mapping[str, object]:
-        return self.config if self.written is None else self.written.config.to_dict()
+    def _settings(self, layer: int) -> Mapping[str, object]:
+        """The entries of a layer's config."""
+        if self.written is None:
+            return self.config
+        entries: dict[str, object] = self.written.config.per_layer_config[max(layer, 0)].to_dict()
+        return entries
 
     def _experts(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
         count = int(self._number(EXPERT_COUNT))

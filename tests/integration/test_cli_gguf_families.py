@@ -1,6 +1,7 @@
 """`export --format gguf` of every family that it knows: what the file holds, and what llama.cpp makes of it."""
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import copy_of, load, tensors_of
+from checkpoints import config_of, copy_of, load, tensors_of
 from families import add_prediction_layer
 from gguf_models import GGUF_MODELS, LINEAR, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
@@ -23,6 +24,7 @@ gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install m
 
 Made = Callable[[str], Path]
 TURNED = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
 STRUCTURES = (
     "deepseek_v3",
@@ -169,6 +171,16 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("afmoe", {"layer_types": [WINDOW, WHOLE] * 2, "global_attn_every_n_layers": 2}, "every 4th layer"),
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
         ("lfm2_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor"),
+        ("kimi_linear", {"linear_num_heads": 2}, "as many heads"),
+        ("kimi_linear", {"q_lora_rank": 16}, "q_lora_rank"),
+        ("kimi_linear", {"moe_renormalize": False}, "norm_topk_prob"),
+        ("kimi_linear", {"rms_norm_eps": 1e-3}, "√(|x|² + 1e-06)"),
+        ("dots3_note_text", {"layer_types": [WINDOW] * 4}, "layer_types"),
+        ("dots3_note_text", {"use_dsa": False}, "layer_types"),
+        ("dots3_note_text", {"swa_q_lora_rank": 8}, "q_lora_rank"),
+        ("dots3_note_text", {"shared_experts_intermediate_size": 40}, "shared_experts_intermediate_size"),
+        ("dots3_note_text", {"index_head_dim": 48}, "index_head_dim"),
+        ("dots3_note_text", {"rope_parameters": YARN}, "rope_parameters"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias"),
         ("mimo_v2_flash", {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -274,6 +286,62 @@ def test_layers_that_predict_more_tokens_are_known_by_name(
     save_file({**tensors_of(source), further: torch.ones(32)}, source / "model.safetensors", {"format": "pt"})
     result = export(run_cli, source, tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
+
+
+def as_published(path: Path) -> None:
+    """Give a model the entries and names that the hub's files of its family have."""
+    config = config_of(path)
+    if config["model_type"] == "dots3_note":
+        text = config.pop("text_config")
+        (path / "config.json").write_text(json.dumps({**text, **config}))
+        return
+    kinds = [key for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads") if key in config]
+    layers = {key: config.pop(key) for key in (*kinds, "linear_conv_kernel_dim")}
+    kda, full = (
+        [n for n, kind in enumerate(layers["layer_types"], 1) if (kind == WHOLE) == is_whole]
+        for is_whole in (False, True)
+    )
+    config |= {
+        "linear_attn_config": {
+            "full_attn_layers": full,
+            "kda_layers": kda,
+            "head_dim": layers["linear_head_dim"],
+            "num_heads": layers["linear_num_heads"],
+            "short_conv_kernel_size": layers["linear_conv_kernel_dim"],
+        },
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 10000.0,
+        "use_grouped_topk": True,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): own for name, own in tensors_of(path).items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "dots3_note"])
+def test_published_configs_give_the_same_file(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
+    source = copy_of(model(name), tmp_path / "source")
+    as_published(source)
+    for path, out in ((model(name), "own"), (source, "published")):
+        result = export(run_cli, path, tmp_path / out, "--type", "f32")
+        assert result.code == 0, result.stderr
+    own, published = (gguf.GGUFReader(tmp_path / out / "model.gguf") for out in ("own", "published"))
+    names = {key for key in own.fields if not key.startswith("general.")}
+    assert {key: own.fields[key].contents() for key in names} == {
+        key: published.fields[key].contents() for key in published.fields if not key.startswith("general.")
+    }
+    assert {one.name: one.data.tobytes() for one in own.tensors} == {
+        one.name: one.data.tobytes() for one in published.tensors
+    }
+
+
+def test_a_little_that_is_added_elsewhere_is_a_note(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    result = export(run_cli, model("kimi_linear", rms_norm_eps=1e-5), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    assert "rms_norm_eps" in result.stderr
 
 
 def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, model: Made, tmp_path: Path) -> None:

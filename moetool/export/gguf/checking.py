@@ -133,7 +133,7 @@ def _check_rope_of_windows(source: GgufSource) -> None:
         raise InvalidInputError(
             f"Layers with a window have rotary embeddings '{kind}' of their own; llama.cpp's '{own}' has none there."
         )
-    shares = {one.get("partial_rotary_factor") or 1.0 for one in (rope, other)}
+    shares = {1.0 if family.is_latent else one.get("partial_rotary_factor") or 1.0 for one in (rope, other)}
     is_turned = family.has_two_widths or all(source.windows) or family.doubles_turned
     is_turned = is_turned or (family.turns_shares and not source.windows[0])
     if len(shares) > 1 and not is_turned:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Kinds of layers (`layer_types`).
-WINDOWED, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+WINDOWED, WHOLE = "sliding_attention", "full_attention"
+LINEAR, INDEXED = "linear_attention", "indexed_attention"
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,15 @@ class GgufFacts:
         """transformers' config of the language model and all that lies around it."""
         return model_config(self.checkpoint.config, self.checkpoint.path)
 
+    def config_of(self, layer: int) -> "PreTrainedConfig":
+        """The config of a layer, where some layers have entries of their own."""
+        own: PreTrainedConfig = self.config.per_layer_config[layer]
+        return own
+
     @property
     def is_within(self) -> bool:
         """Whether the language model lies in a model that sees or hears, too."""
-        return self.checkpoint.config.get("text_config") is not None
+        return self._whole_config.get_text_config() is not self._whole_config
 
     @property
     def moe(self) -> Architecture | None:
@@ -115,16 +121,17 @@ class GgufFacts:
 
     @cached_property
     def query_heads(self) -> list[int]:
-        """Heads of queries of each layer, which may differ in Laguna and in Step 3.5."""
+        """Heads of queries of each layer, which may differ in Laguna, dots3 and Step 3.5."""
         own = getattr(self.config, "num_attention_heads_per_layer", None)
-        of_layers = getattr(self.config, "per_layer_config", None) or [self.config] * self.layers
-        return list(own or [int(layer.num_attention_heads) for layer in of_layers])
+        return list(own or [int(self.config_of(layer).num_attention_heads) for layer in range(self.layers)])
 
     @cached_property
     def heads_by_layer(self) -> list[int] | None:
         """Heads of keys and values of each layer, none where it has no attention; `None` if all layers have as many."""
         if not self.family.varies_heads:
             return None
+        if self.family.is_latent:
+            return [int(kind == WHOLE) for kind in self.config.layer_types]
         rows = {
             layer_of(own): self.checkpoint.info(name).shape[0]
             for name, own in self.names_in_file.items()
@@ -174,7 +181,7 @@ class GgufFacts:
 
     def _rope_of(self, kind: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        return found.get(kind) or found
+        return found.get(kind) or (found.get(INDEXED) if kind == WHOLE else None) or found
 
     @property
     def rotary_share(self) -> float:

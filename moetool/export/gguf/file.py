@@ -35,7 +35,8 @@ _LARGEST_FP16 = 65504.0
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
 _ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
-    "ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight",
+    "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight", "shortconv.conv.weight",
+    "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from moetool.format.gguf.words import (
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from transformers import PreTrainedConfig
 
 
 def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
@@ -69,15 +70,25 @@ def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
             writer.add_uint32(f"{start}.{own}_swa", width)
         return
     if source.family.is_latent:
-        rank, turned = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
-        widths = {HEAD_WIDTHS[0]: rank + turned, HEAD_WIDTHS[1]: rank}
-        widths[f"{HEAD_WIDTHS[0]}_mla"] = int(config.qk_nope_head_dim) + turned
+        widths = _latent_widths(config)
+        if source.windows and source.family.window_period is not None:
+            own = source.config_of(source.windows.index(True))
+            widths |= {f"{key}_swa": channels for key, channels in _latent_widths(own).items()}
+            widths["attention.kv_lora_rank_swa"] = int(own.kv_lora_rank)
+            widths[f"{HEAD_WIDTHS[1]}_mla_swa"] = int(own.v_head_dim)
     else:
         values = int(getattr(config, "v_head_dim", None) or width)
         turned = int(width * source.rotary_share) * (2 if source.family.doubles_turned else 1)
         widths = dict(zip(HEAD_WIDTHS, (width, values, turned), strict=True))
     for own, channels in widths.items():
         writer.add_uint32(f"{start}.{own}", channels)
+
+
+def _latent_widths(config: "PreTrainedConfig") -> dict[str, int]:
+    """Channels of the one head of keys and values that llama.cpp computes latent attention with, and of its own."""
+    rank, turned = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
+    own = int(config.qk_nope_head_dim) + turned
+    return {HEAD_WIDTHS[0]: rank + turned, HEAD_WIDTHS[1]: rank, f"{HEAD_WIDTHS[0]}_mla": own}
 
 
 def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
@@ -119,10 +130,12 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
     writer.add_uint32(f"{start}.attention.sliding_window", int(source.config.sliding_window))
     if not period:
         writer.add_array(f"{start}.attention.sliding_window_pattern", source.windows)
+    if source.family.is_indexed:
+        writer.add_array(f"{start}.attention.indexer.types", [not windowed for windowed in source.windows])
     rope = source.rope_of_windows
     writer.add_float32(f"{start}.{ROPE_BASE}_swa", float(rope["rope_theta"]))
     share = rope.get("partial_rotary_factor")
-    if share is not None or source.family.turns_shares:
+    if (share is not None or source.family.turns_shares) and not source.family.is_latent:
         writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share or 1.0)))
 
 

@@ -33,6 +33,7 @@ from moetool.format.gguf.words import (
     ROPE_FACTORS,
     interleaved,
     layer_in_file,
+    layer_of,
     place,
 )
 from moetool.format.kinds import custom_module
@@ -185,7 +186,7 @@ class GgufSource(GgufFacts):
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
         """Tensors of the file that one of the checkpoint becomes."""
         wanted: NumberType = "q8_0" if is_quantized(common) and not change.keeps_inputs else common
-        settings = self.config.to_dict()
+        settings = self.config_of(max(layer_of(owns[0]), 0)).to_dict()
         empty = torch.empty(self.checkpoint.info(name).shape, device="meta")
         for index, (own, shape) in enumerate(zip(owns, change.apart(settings, empty), strict=True)):
 

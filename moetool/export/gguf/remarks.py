@@ -15,8 +15,8 @@ def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
         found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
     if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         found.append("llama.cpp rounds where YaRN begins and ends, which this model does not: logits differ slightly.")
-    if (difference := source.family.differs(config)) is not None:
-        found.append(difference)
+    if (own := source.family.remark(config)) is not None:
+        found.append(own)
     if source.is_within:
         found.append("The file has the language model alone: for pictures llama.cpp wants a second one (mmproj).")
     stored = any(isinstance(form, TurnedExperts) for form in source.checkpoint.forms.values())

@@ -11,6 +11,7 @@ from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
 from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
+from moetool.format.gguf.mixed import MIXED
 from moetool.format.gguf.recurrent import RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
@@ -23,6 +24,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *OF_LIMITED,
     *RECURRENT,
     *LIGHTNING,
+    *MIXED,
 )
 _REFUSED: Mapping[str, str] = {
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "

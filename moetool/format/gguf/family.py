@@ -87,6 +87,12 @@ class Change:
     keeps_inputs: bool = False
 
 
+def nearest(name: str) -> Change:
+    """A matrix that is the same in a file, and has the nearest codes of 8 bits: an indexer's, which gives places in a
+    text and so no gradient, or one whose inputs come apart, for a group of heads each."""
+    return Change((name,), lambda _, given: [given], lambda _, parts: parts[0])
+
+
 @dataclass(frozen=True)
 class GgufFamily:
     """A family as llama.cpp computes it.
@@ -132,6 +138,7 @@ class GgufFamily:
         needs_windows: whether llama.cpp loads no model without one.
         turns_by_layer: whether a file says which layers have rotary embeddings (Granite's `layer_rope_theta`).
         windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
+        is_indexed: whether a file says layer by layer which have an indexer: those that attend to all of a text.
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         doubles_turned: whether a file says twice how many channels they turn in layers that attend to all of a text.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
@@ -152,7 +159,7 @@ class GgufFamily:
         cutting: llama.cpp's name of how published tokenizers of the family cut a text, where their rules do not tell.
         is_read: whether moetool reads its files, too.
         objection: tells of a config why llama.cpp computes another model, if it does.
-        differs: tells of a config what llama.cpp computes slightly otherwise, if anything.
+        remark: tells of a config in what llama.cpp differs a little, if it does.
         leaves_out: tensors of the layer, by beginnings of their names, that only an idle shared expert has.
     """
 
@@ -192,6 +199,7 @@ class GgufFamily:
     needs_windows: bool = False
     turns_by_layer: bool = False
     windows_turn_alike: bool = False
+    is_indexed: bool = False
     turns_shares: bool = False
     doubles_turned: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -212,7 +220,7 @@ class GgufFamily:
     cutting: str | None = None
     is_read: bool = False
     objection: Callable[["PreTrainedConfig"], str | None] = _none
-    differs: Callable[["PreTrainedConfig"], str | None] = _none
+    remark: Callable[["PreTrainedConfig"], str | None] = _none
     leaves_out: tuple[str, ...] = ()
 
     def in_file(self, layers: int, moe: Architecture | None) -> dict[str, str]:

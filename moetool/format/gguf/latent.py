@@ -28,17 +28,17 @@ def _together(_: Config, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
-_LATENT: Mapping[str, Change] = {
+LATENT: Mapping[str, Change] = {
     "self_attn.kv_b_proj.weight": Change(("attn_k_b.weight", "attn_v_b.weight"), _apart, _together)
 }
-_LATENT_NAMES: Mapping[str, str] = {
+LATENT_NAMES: Mapping[str, str] = {
     "self_attn.q_a_proj.weight": "attn_q_a.weight",
     "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
     "self_attn.q_b_proj.weight": "attn_q_b.weight",
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
     "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
 }
-_COUNTS: Mapping[str, str] = {
+LATENT_COUNTS: Mapping[str, str] = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
@@ -51,9 +51,9 @@ _DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     architecture="deepseek2",
     is_latent=True,
-    names=_LATENT_NAMES,
-    changes=_LATENT,
-    counts=_COUNTS,
+    names=LATENT_NAMES,
+    changes=LATENT,
+    counts=LATENT_COUNTS,
     computes={"rope_interleave": (True,), **UNBIASED},
     cutting="deepseek-v3",
 )
@@ -64,14 +64,14 @@ _DEEPSEEK_V32 = replace(
     architecture="deepseek32",
     is_lite_by_layers=False,
     names={
-        **_LATENT_NAMES,
+        **LATENT_NAMES,
         "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
         "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
         "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
         **{f"self_attn.indexer.k_norm.{part}": f"indexer.k_norm.{part}" for part in ("weight", "bias")},
     },
     counts={
-        **_COUNTS,
+        **LATENT_COUNTS,
         "index_n_heads": "attention.indexer.head_count",
         "index_head_dim": "attention.indexer.key_length",
         "index_topk": "attention.indexer.top_k",

@@ -57,6 +57,6 @@ LIGHTNING: tuple[GgufFamily, ...] = (
         multipliers={"full_attn_alpha_factor": "residual_scale"},
         computes={"sliding_window": (None,)},
         objection=_other_minimax,
-        differs=_other_epsilon,
+        remark=_other_epsilon,
     ),
 )

@@ -103,7 +103,7 @@ _MINIMAX_M3 = GgufFamily(
     fixed=SIGMOID_RENORMALIZED,
     computes={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     objection=_other_minimax,
-    differs=_blocks_want_flash_attention,
+    remark=_blocks_want_flash_attention,
     cutting="minimax-m2",
 )
 _SHARED_OF_HUB, _JOINED = "block_sparse_moe.shared_experts", "gate_up_proj"
