@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from around_families import AROUND
 from derived_families import DERIVED
 from families import build
@@ -58,6 +59,25 @@ _DOTS3 = {
     "index_n_heads": 6,  # of which not all are at nought, so that no places are alike
     "n_shared_experts": 2,
 }
+_DEEPSEEK_V4 = {
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 4,
+    "layer_types": [WINDOW, "heavily_compressed_attention", "compressed_sparse_attention", WINDOW],
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "v_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "sliding_window": 16,
+    "moe_intermediate_size": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 6,
+    "index_head_dim": 64,
+    "index_topk": 6,
+    "swiglu_limit": 0.5,
+}
 
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
@@ -105,6 +125,11 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS3,
     "dots3_note": _DOTS3,
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v4-stretched": {
+        **_DEEPSEEK_V4,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
     "hy_v3": {"moe_intermediate_size": 24, "num_experts": 6, "intermediate_size": 64, "head_dim": 8},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "gpt_oss": {
@@ -263,4 +288,9 @@ def gguf_model(name: str, **changes: Any) -> Any:
     family, own = name.partition("-")[0], {"vocab_size": 320, **GGUF_MODELS[name], **changes}
     if (around := AROUND.get(family)) is not None:
         return build(family, **{**around, "text_config": {**around["text_config"], **own}})
-    return build(family, **{**DERIVED.get(family, {}), **own})
+    model = build(family, **{**DERIVED.get(family, {}), **own})
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # which experts each token has
+            chances = torch.rand(len(table), model.config.n_routed_experts, generator=torch.Generator().manual_seed(0))
+            table.copy_(chances.topk(table.shape[1]).indices)
+    return model

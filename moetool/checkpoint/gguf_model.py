@@ -126,7 +126,7 @@ class GgufModel:
     def dtype(self) -> torch.dtype:
         """The dtype of the checkpoint that is made of the file: the file's own if that is a floating-point one, else
         bf16."""
-        types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1}
+        types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1} - {"I32"}
         types -= {"F32"} if len(types) > 1 else set()
         return {"F32": torch.float32, "F16": torch.float16}.get(types.pop() if len(types) == 1 else "", torch.bfloat16)
 
@@ -293,6 +293,8 @@ class GgufModel:
         if name.endswith("ffn_gate_inp_shexp.weight"):
             shape = (1, math.prod(shape))
         data, shape = (stored.data, shape) if index is None else (stored.data[index], shape[1:])
+        if stored.tensor_type.name == "I32":
+            return torch.from_numpy(data.astype("int64")).view(shape)
         try:
             numbers = gguf_library().quants.dequantize(data, stored.tensor_type)
         except NotImplementedError as error:

@@ -48,7 +48,7 @@ from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType, StoredType
 from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
@@ -264,7 +264,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         files.append(job.output / MODELFILE)
         write_bytes(files[-1], self._modelfile().encode())
         if self.options.proof:
-            types = {tensor.type for tensor in self._tensors}
+            types = {tensor.type for tensor in self._tensors if tensor.type != "i32"}
             job.loaded = prove_file(files[0], source, types, chosen=coded is not None)
         layers = {
             layer: LayerTypes({tensor.name.split(".", 2)[2]: tensor.type for tensor in own})
@@ -337,7 +337,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         for layer, unit in groupby(self._tensors, key=lambda tensor: layer_of(tensor.name)):
             yield layer, list(unit)
 
-    def _metadata(self, number: NumberType) -> "GGUFWriter":
+    def _metadata(self, number: StoredType) -> "GGUFWriter":
         """The library's writer with all that the file says of the model, as a file of mostly that type."""
         library, source = gguf_library(), self.source
         writer = library.GGUFWriter(None, source.family.architecture)
@@ -390,6 +390,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         return self.sizes(self.source, (output / MODEL).stat().st_size)
 
 
-def _file_type(number: NumberType) -> str:
+def _file_type(number: StoredType) -> str:
     sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S", MXFP4: "_MOE"}
     return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"

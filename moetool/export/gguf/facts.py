@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Kinds of layers (`layer_types`).
 WINDOWED, WHOLE = "sliding_attention", "full_attention"
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
+COMPRESSED = "compress"  # rotary embeddings of layers that compress a text, and of what they compress it to
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ class GgufFacts:
 
     @cached_property
     def windows(self) -> list[bool]:
-        """Whether each layer attends to a window of the text only; empty if none does."""
+        """Whether each layer attends to a window of the text only; empty if none does, or all do and to more."""
+        if self.family.sees_windows:
+            return []
         found = [kind == WINDOWED for kind in getattr(self.config, "layer_types", None) or ()]
         return found if any(found) and getattr(self.config, "sliding_window", None) else []
 
@@ -181,6 +184,10 @@ class GgufFacts:
 
     def _rope_of(self, kind: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
+        if (
+            compressed := found.get(COMPRESSED)
+        ) is not None:  # as all layers are stretched that are, and their own base
+            return {**compressed, "rope_theta": found["main"]["rope_theta"]}
         return found.get(kind) or (found.get(INDEXED) if kind == WHOLE else None) or found
 
     @property

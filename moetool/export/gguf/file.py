@@ -17,7 +17,7 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.mxfp4 import mxfp4_bytes
-from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, WITHOUT_SUPER_BLOCKS, NumberType
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, WITHOUT_SUPER_BLOCKS, NumberType, StoredType
 from moetool.format.gguf.words import EMBEDDINGS, HEAD, gguf_library
 from moetool.job.progress import Progress
 
@@ -26,17 +26,19 @@ if TYPE_CHECKING:
 
 # Numbers in a block, and its bytes.
 _BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "mxfp4": (32, 17),
+    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "mxfp4": (32, 17), "i32": (1, 4),
     **{name: (kind.numbers, kind.nbytes) for name, kind in BLOCK_TYPES.items()},
 }  # fmt: skip
 _AT_ONCE = 1 << 20  # numbers that are put into blocks together
 BLOCK_ALIGNMENT = 32
 _LARGEST_FP16 = 65504.0
+_NUMBERS_OF_EXPERTS = "ffn_gate_tid2eid.weight"  # of each token, in layers where these are looked up
 _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose type stands beside it
 _ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
     "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight", "shortconv.conv.weight",
-    "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight",
+    "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight", "hc_attn_fn.weight", "hc_ffn_fn.weight",
+    "output_hc_fn.weight", "compressor_ape.weight",
 )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    type: NumberType
+    type: StoredType
     parts: Callable[[], Iterator[Tensor]]
     has_inputs: bool = True
 
@@ -72,7 +74,7 @@ class GgufTensor:
     @property
     def is_always_wide(self) -> bool:
         """Whether it is fp32 in every file: routers, norms and biases."""
-        return type_for(self.name, self.shape, "f16") == "f32"
+        return type_for(self.name, self.shape, "f16") in ("f32", "i32")
 
     def is_fallback(self, wanted: Collection[NumberType]) -> bool:
         """Whether it has none of the wanted types because its rows are no whole blocks of them."""
@@ -81,12 +83,15 @@ class GgufTensor:
         return any(self.shape[-1] % _BLOCKS[number][0] for number in wanted)
 
 
-def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
+def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> StoredType:
     """The type of a tensor in a file whose type is `wanted`, as in llama.cpp's own files.
 
-    Routers, norms, biases and what convolves or decays a state are always fp32. Rows that are no whole super-blocks
-    have blocks of 32 numbers, and rows that 32 does not divide fp16. Embeddings and the head have at least 8 bits.
+    Routers, norms, biases and what convolves or decays a state are always fp32, numbers of experts integers. Rows that
+    are no whole super-blocks have blocks of 32 numbers, and rows that 32 does not divide fp16. Embeddings and the head
+    have at least 8 bits.
     """
+    if name.endswith(_NUMBERS_OF_EXPERTS):
+        return "i32"
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
     if name in (EMBEDDINGS, HEAD) and is_quantized(wanted):
@@ -96,7 +101,7 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> NumberType:
     return "f16" if shape[-1] % _BLOCKS[wanted][0] else wanted
 
 
-def is_quantized(number: NumberType) -> bool:
+def is_quantized(number: StoredType) -> bool:
     """Whether numbers of this type share a scale."""
     return _BLOCKS[number][0] > 1
 
@@ -252,10 +257,12 @@ def check_finite(name: str, part: Tensor) -> None:
         raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
 
 
-def _rows(part: Tensor, number: NumberType) -> bytes:
+def _rows(part: Tensor, number: StoredType) -> bytes:
     """Rows as they are stored, in blocks with the nearest codes unless they are blocks already."""
     if part.dtype == torch.uint8:
         return part.numpy().tobytes()
+    if number == "i32":
+        return part.to(torch.int32).numpy().tobytes()
     kind = BLOCK_TYPES.get(number)
     if kind is None and number != MXFP4:
         stored: bytes = (
@@ -272,5 +279,5 @@ def _padded(size: int) -> int:
     return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
 
-def _code(number: NumberType) -> "GGMLQuantizationType":
+def _code(number: StoredType) -> "GGMLQuantizationType":
     return gguf_library().GGMLQuantizationType[number.upper()]

@@ -48,6 +48,9 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) * int(getattr(config, other)))
     for own, (one, other) in family.quotients.items():
         writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) // int(getattr(config, other)))
+    for own, make in family.derived.items():
+        value = make(config)
+        (writer.add_uint32 if isinstance(value, int) else writer.add_array)(f"{start}.{own}", value)
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"{start}.{own}", value)

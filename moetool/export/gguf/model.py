@@ -125,7 +125,7 @@ class GgufSource(GgufFacts):
         for name, own in self.names_in_file.items():
             if not name.startswith(prefix) or name not in self.checkpoint.tensors:
                 continue
-            if type_for(own, self.checkpoint.info(name).shape, "f16") != "f32":
+            if type_for(own, self.checkpoint.info(name).shape, "f16") == "f16":
                 found[self.family.module_path(name.removeprefix(prefix))].append(own)
         for path, change in self.changes(layer).items():
             found[path] += [layer_in_file(layer, own) for own in change.names]

@@ -11,7 +11,8 @@ def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
     """Sentences on a model that is exported in these types."""
     config, rope, found = source.config, source.rope, list[str]()
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and source.family.window_period is None:
+    is_seen_whole = source.family.window_period is None and not source.family.sees_windows
+    if window and getattr(config, "use_sliding_window", True) and is_seen_whole:
         found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
     if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         found.append("llama.cpp rounds where YaRN begins and ends, which this model does not: logits differ slightly.")

@@ -23,6 +23,7 @@ NumberType = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
     "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4",
 ]  # fmt: skip
+StoredType = NumberType | Literal["i32"]  # of numbers that are no weights, too
 MXFP4: NumberType = "mxfp4"  # whose codes are the nearest always
 _TWO, _FOUR = np.uint8(2), np.uint8(4)
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

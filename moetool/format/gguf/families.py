@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
+from moetool.format.gguf.compressed import OF_COMPRESSED
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
@@ -25,6 +26,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *RECURRENT,
     *LIGHTNING,
     *MIXED,
+    *OF_COMPRESSED,
 )
 _REFUSED: Mapping[str, str] = {
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "

@@ -135,6 +135,7 @@ class GgufFamily:
         dense_width: config key of the width of layers without experts.
         window_period: layers of which the last attends to all of a text and the others to a window of it; 0 if a file
             says so layer by layer, `None` if llama.cpp knows no windows here.
+        sees_windows: whether every layer attends to a window, whatever it attends to beside it.
         needs_windows: whether llama.cpp loads no model without one.
         turns_by_layer: whether a file says which layers have rotary embeddings (Granite's `layer_rope_theta`).
         windows_turn_alike: whether rotary embeddings have the same base in layers with a window as in the others.
@@ -152,6 +153,7 @@ class GgufFamily:
         flags: further entries that are true or false.
         products: metadata keys of whole numbers, each the product of two entries.
         quotients: metadata keys of whole numbers, each the quotient of two entries.
+        derived: metadata keys of numbers or lists, and what makes each of the config.
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
@@ -196,6 +198,7 @@ class GgufFamily:
     shared_width: str | None = None
     dense_width: str = "intermediate_size"
     window_period: int | None = None
+    sees_windows: bool = False
     needs_windows: bool = False
     turns_by_layer: bool = False
     windows_turn_alike: bool = False
@@ -213,6 +216,7 @@ class GgufFamily:
     flags: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    derived: Mapping[str, Callable[["PreTrainedConfig"], "Setting | Sequence[float]"]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

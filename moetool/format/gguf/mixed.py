@@ -1,4 +1,4 @@
-"""Families whose layers have latent attention of two kinds, or delta rules in its place, as they are written to GGUF.
+"""Families whose layers have latent attention of two kinds, or delta rules in its place, as llama.cpp computes them.
 
 Source: https://github.com/ggml-org/llama.cpp (`conversion/kimi_linear.py`, `conversion/dots3.py`).
 """
