@@ -217,6 +217,10 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("exaone_moe", {"layer_types": [WHOLE] * 3}, "wants windows"),
         ("granitemoe_swa", {"layer_rope_theta": [0.0, 1e4, 2e4]}, "layer_rope_theta"),
         ("granitemoe_swa", {"layer_rope_theta": [0.0] * 3}, "layer_rope_theta"),
+        ("hy_v4", {"swiglu_limit": 0.0}, "swiglu_limit"),
+        ("hy_v4", {"index_head_dim": 8}, "index_head_dim"),
+        ("hy_v4", {"indexer_types": ["shared", "full", "full"]}, "first layer"),
+        ("hy_v4", {"rope_parameters": {**TURNED, "rope_type": "yarn", "factor": 8.0}}, "'yarn'"),
         ("granitemoehybrid", {"time_step_limit": (0.01, 0.1)}, "time_step_limit"),
         ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias"),
         ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias"),
@@ -376,6 +380,27 @@ def test_what_differs_slightly_is_said(run_cli: Any, model: Any, tmp_path: Path)
     result = export(run_cli, model("minimax", rms_norm_eps=1e-5), tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
     assert "adds 1e-05" in result.stderr
+
+
+def test_names_of_hy_v4_are_the_hubs_or_those_of_transformers(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """transformers saves it under other names than it was published with, and reads both."""
+    source = model("hy_v4", indexer_types=["full", "shared", "shared"])
+    assert "small vectors" in export(run_cli, source, tmp_path / "saved", "--type", "f32").stderr
+    published = copy_of(source, tmp_path / "published")
+    tensors = tensors_of(source)
+    for here, there in (
+        (r"hc_pre\.(hc_(attn|mlp)_layer)", r"\1.hc_pre"),
+        (r"hc_pre\.hc_head", "hc_head"),
+        (r"(mlp\S*)\.linear_gate", r"\1.gate_proj"),
+    ):
+        tensors = {re.sub(here, there, name): tensor for name, tensor in tensors.items()}
+    assert len(tensors.keys() - tensors_of(source).keys()) == 3 + 3 * 6 + 3
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    result = export(run_cli, published, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    saved, out = (gguf.GGUFReader(tmp_path / name / "model.gguf").tensors for name in ("saved", "out"))
+    assert [tensor.name for tensor in saved] == [tensor.name for tensor in out]
+    assert all((one.data == other.data).all() for one, other in zip(saved, out, strict=True))
 
 
 def test_heads_of_queries_may_differ_by_layer(run_cli: Any, model: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from moetool.format.gguf.mixed import MIXED
 from moetool.format.gguf.recurrent import RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
+from moetool.format.gguf.streams import OF_STREAMS
 
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *DENSE,
@@ -27,6 +28,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *LIGHTNING,
     *MIXED,
     *OF_COMPRESSED,
+    *OF_STREAMS,
 )
 _REFUSED: Mapping[str, str] = {
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "

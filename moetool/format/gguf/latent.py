@@ -6,12 +6,16 @@ Source: https://github.com/ggml-org/llama.cpp, `conversion/deepseek.py`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
 from moetool.format.gguf.routing import N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def _apart(config: Config, matrix: Tensor) -> list[Tensor]:
@@ -46,6 +50,18 @@ LATENT_COUNTS: Mapping[str, str] = {
     **N_SHARED,
 }
 
+_EPS = 1e-6  # with which transformers norms the small vectors, whatever a config says of the other norms
+
+
+def _other_epsilon(config: "PreTrainedConfig") -> str | None:
+    if config.rms_norm_eps == _EPS:
+        return None
+    return (
+        f"llama.cpp norms the small vectors of attention with rms_norm_eps = {config.rms_norm_eps}, transformers with "
+        f"{_EPS}: logits differ slightly."
+    )
+
+
 _DEEPSEEK_V3 = replace(
     ROUTED_AS_DEEPSEEK,
     model_type="deepseek_v3",
@@ -55,10 +71,11 @@ _DEEPSEEK_V3 = replace(
     changes=LATENT,
     counts=LATENT_COUNTS,
     computes={"rope_interleave": (True,), **UNBIASED},
+    remark=_other_epsilon,
     cutting="deepseek-v3",
 )
 # Its attention sees some tokens only, which a small attention of its own (the indexer) chooses.
-_DEEPSEEK_V32 = replace(
+DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="deepseek32",
@@ -90,7 +107,7 @@ OF_LATENT: tuple[GgufFamily, ...] = (
         computes=UNBIASED,
         cutting="deepseek-llm",
     ),
-    _DEEPSEEK_V32,
-    replace(_DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", weighs_scores=False, cutting="glm4"),
+    DEEPSEEK_V32,
+    replace(DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", weighs_scores=False, cutting="glm4"),
     replace(_DEEPSEEK_V3, model_type="mistral4", architecture="mistral4", fixed=SOFTMAX, cutting="tekken"),
 )
