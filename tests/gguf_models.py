@@ -78,6 +78,18 @@ _DEEPSEEK_V4 = {
     "index_topk": 6,
     "swiglu_limit": 0.5,
 }
+_QWEN4_EXP = {
+    **_DELTA_RULE,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "head_dim": 32,
+    "indexer_n_heads": 16,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+}
 
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
@@ -240,6 +252,9 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 6,
         "shared_expert_intermediate_size": 40,
     },
+    "qwen4_exp_text": _QWEN4_EXP,
+    "qwen4_exp_text-sparse": {**_QWEN4_EXP, "indexer_budget": 12, "indexer_compress_ratio": 1},
+    "qwen4_exp": _QWEN4_EXP,
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
         "mamba_n_heads": 8,

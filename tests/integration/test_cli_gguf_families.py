@@ -217,6 +217,14 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("exaone_moe", {"layer_types": [WHOLE] * 3}, "wants windows"),
         ("granitemoe_swa", {"layer_rope_theta": [0.0, 1e4, 2e4]}, "layer_rope_theta"),
         ("granitemoe_swa", {"layer_rope_theta": [0.0] * 3}, "layer_rope_theta"),
+        ("qwen4_exp_text", {"output_gate_type": None}, "output_gate_type"),
+        ("qwen4_exp_text", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("qwen4_exp_text", {"layer_types": [WHOLE] * 3}, "0 of 3 layers carry a state"),
+        ("qwen3_5_moe_text", {"rope_parameters": {**TURNED, "mrope_section": [4, 2, 2]}}, "mrope_section"),
+        ("qwen3_next", {"linear_value_head_dim": 16}, "linear_value_head_dim"),
+        ("qwen3_next", {"layer_types": [LINEAR] * 3}, "0 have attention"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 3}, "0 of 3 layers carry a state"),
+        ("lfm2_moe", {"layer_types": ["conv"] * 3}, "0 have attention"),
         ("hy_v4", {"swiglu_limit": 0.0}, "swiglu_limit"),
         ("hy_v4", {"index_head_dim": 8}, "index_head_dim"),
         ("hy_v4", {"indexer_types": ["shared", "full", "full"]}, "first layer"),
@@ -401,6 +409,12 @@ def test_names_of_hy_v4_are_the_hubs_or_those_of_transformers(run_cli: Any, mode
     saved, out = (gguf.GGUFReader(tmp_path / name / "model.gguf").tensors for name in ("saved", "out"))
     assert [tensor.name for tensor in saved] == [tensor.name for tensor in out]
     assert all((one.data == other.data).all() for one, other in zip(saved, out, strict=True))
+
+
+def test_more_tokens_than_pointed_out_are_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    """llama.cpp takes as many tokens, of whole blocks or not, as the most that transformers takes."""
+    assert "up to 3 tokens more" in export(run_cli, model("qwen4_exp_text"), tmp_path / "blocks").stderr
+    assert "longer texts" not in export(run_cli, model("qwen4_exp_text-sparse"), tmp_path / "single").stderr
 
 
 def test_heads_of_queries_may_differ_by_layer(run_cli: Any, model: Any, tmp_path: Path) -> None:

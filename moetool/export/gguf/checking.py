@@ -1,12 +1,17 @@
 """Refusal of models that llama.cpp would compute otherwise than transformers does."""
 
+import re
+from itertools import chain
+
 from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import WHOLE
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.format.gguf.words import layer_of
 from moetool.runtime.building import check_sizes
 
+_OF_STATE, _OF_KEYS = re.compile(r"\.(ssm_|shortconv\.)"), re.compile(r"\.attn_(k|kv_a_mqa)\.")
 # llama.cpp expects models with so many layers, or with so many layers and tokens, to have no q_lora_rank.
 _LITE_LAYERS, _LITE_VOCABULARY = (26, 27), (48, 128256)
 
@@ -30,6 +35,7 @@ def check_source(source: GgufSource) -> None:
     if source.experts is not None:
         _check_layers(source, source.experts)
     _check_attention(source)
+    _check_states(source)
     _check_rope(source)
     if not source.checkpoint.is_imagined:
         check_sizes(source.checkpoint)
@@ -98,6 +104,23 @@ def _check_attention(source: GgufSource) -> None:
                 f"q_lora_rank is {config.q_lora_rank!r} in a model of {source.layers} layers; llama.cpp's '{own}' "
                 "expects the opposite of models with so many."
             )
+
+
+def _check_states(source: GgufSource) -> None:
+    """Of families with layers that carry a state: llama.cpp keeps states and keys, and loads no model without both."""
+    family, moe = source.family, source.moe
+    owns = {name: names for name, (_, names) in family.changed(range(source.layers), moe).items()}
+    owns |= {name: (own,) for name, own in family.in_file(source.layers, moe).items()}
+    if not any(map(_OF_STATE.search, chain(*owns.values()))):
+        return
+    found = list(chain(*(names for name, names in owns.items() if name in source.checkpoint.tensors)))
+    with_state = {layer_of(own) for own in found if _OF_STATE.search(own)}
+    with_keys = {layer_of(own) for own in found if _OF_KEYS.search(own)} - with_state
+    if not (with_state and with_keys):
+        raise InvalidInputError(
+            f"{len(with_state)} of {source.layers} layers carry a state from token to token, and {len(with_keys)} have "
+            "attention; llama.cpp loads only models of this kind that have both."
+        )
 
 
 def _check_rope(source: GgufSource) -> None:

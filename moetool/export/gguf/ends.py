@@ -111,12 +111,14 @@ class Ends:
     def _embedded(self) -> Weighed:
         sweep, model = self._calibrated.gradient_sweep, self._calibrated.model
         table = model.model.get_input_embeddings().weight.detach()
-        gram, back = Gram(table.shape[1], self._device, GRAM_DTYPE), sweep.gradient(0)
+        width = table.shape[1]
+        gram, back = Gram(width, self._device, GRAM_DTYPE), sweep.gradient(0)
         for start in range(0, sweep.count, sweep.batch_size):
             given = back.read(start, min(start + sweep.batch_size, sweep.count))
-            gram.add(given.to(self._device).float().flatten(0, -2))
+            gram.add(_streams(given.to(self._device).float(), width).sum(2).flatten(0, -2))
         tokens = sweep.windows[:1]  # what the first layer is given may be the rows times a number of the family's
-        scale = model.embed(tokens).float().norm() / table[tokens.to(self._device)].float().norm().clamp_min(_TINY)
+        own = _streams(model.embed(tokens), width)[:, :, 0]
+        scale = own.float().norm() / table[tokens.to(self._device)].float().norm().clamp_min(_TINY)
         counts = torch.bincount(sweep.windows.flatten(), minlength=len(table)).double().to(self._device)
         return Weighed(gram.matrix() * (scale.square() / max(1, gram.count)), counts)
 
@@ -168,6 +170,11 @@ def table_losses(
         return total
 
     return [lost(kind) for kind in kinds]
+
+
+def _streams(hidden: Tensor, width: int) -> Tensor:
+    """`[batch, tokens, streams, width]` of hidden states: a residual stream, or several that begin as the embedding."""
+    return hidden.reshape(*hidden.shape[:2], -1, width)
 
 
 def _in_rows(tensor: GgufTensor) -> Iterator[Tensor]:

@@ -40,6 +40,7 @@ _ALWAYS_F32 = (
     "ssm_a", "ssm_d", "indexer.q_proj.weight", "indexer.k_proj.weight", "hc_attn_fn.weight", "hc_ffn_fn.weight",
     "output_hc_fn.weight", "compressor_ape.weight",
 )  # fmt: skip
+_WIDE = EMBEDDINGS, HEAD, "output_hc_down.weight", "output_hc_up.weight"
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,14 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> StoredType:
     """The type of a tensor in a file whose type is `wanted`, as in llama.cpp's own files.
 
     Routers, norms, biases and what convolves or decays a state are always fp32, numbers of experts integers. Rows that
-    are no whole super-blocks have blocks of 32 numbers, and rows that 32 does not divide fp16. Embeddings and the head
-    have at least 8 bits.
+    are no whole super-blocks have blocks of 32 numbers, and rows that 32 does not divide fp16. Embeddings, the head and
+    what joins residual streams before it have at least 8 bits.
     """
     if name.endswith(_NUMBERS_OF_EXPERTS):
         return "i32"
     if len(shape) == 1 or name.endswith(_ALWAYS_F32):
         return "f32"
-    if name in (EMBEDDINGS, HEAD) and is_quantized(wanted):
+    if name in _WIDE and is_quantized(wanted):
         wanted = "q8_0"
     if shape[-1] % _BLOCKS[wanted][0]:
         wanted = WITHOUT_SUPER_BLOCKS.get(wanted, "f16")

@@ -27,6 +27,7 @@ from moetool.format.gguf.blocks import NumberType
 from moetool.format.gguf.families import gguf_family
 from moetool.format.gguf.family import Change, under
 from moetool.format.gguf.words import (
+    EMBEDDINGS,
     EXPERT_BIASES,
     EXPERTS,
     HEAD,
@@ -173,7 +174,8 @@ class GgufSource(GgufFacts):
     def _tensor(
         self, name: str, shape: tuple[int, ...], wanted: NumberType, parts: Callable[[], Iterator[Tensor]]
     ) -> GgufTensor:
-        return GgufTensor(name, shape, type_for(name, shape, wanted), parts)
+        has_inputs = layer_of(name) >= 0 or name in (EMBEDDINGS, HEAD)
+        return GgufTensor(name, shape, type_for(name, shape, wanted), parts, has_inputs)
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether a tensor is of no part of the language model: eyes, or layers that predict more tokens."""

@@ -9,6 +9,7 @@ from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.compressed import OF_COMPRESSED
 from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.indexed import OF_INDEXED
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
 from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
@@ -29,6 +30,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *MIXED,
     *OF_COMPRESSED,
     *OF_STREAMS,
+    *OF_INDEXED,
 )
 _REFUSED: Mapping[str, str] = {
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "

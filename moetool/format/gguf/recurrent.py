@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,7 +37,11 @@ from moetool.format.gguf.routing import (
 )
 from moetool.format.gguf.words import EXPERT_WIDTH
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _Turn = Callable[[Config, Tensor], Tensor]
+_AXES = 11, 11, 10
 
 
 def _changed(name: str, there: _Turn, back: _Turn) -> Change:
@@ -121,6 +126,17 @@ def _last_tiled(config: Config, given: Tensor, *, back: bool = False) -> Tensor:
     return torch.cat([given[:first], _tiled(config, given[first:], back=back)])
 
 
+def _other_delta_rule(config: "PreTrainedConfig") -> str | None:
+    if config.linear_value_head_dim != config.linear_key_head_dim:
+        return "in layers with a state it has heads of values as wide as those of keys (linear_value_head_dim)"
+    if config.rms_norm_eps != 1e-6:
+        return f"it norms what enters a state with rms_norm_eps = {config.rms_norm_eps}, transformers with 1e-06"
+    axes = config.rope_parameters.get("mrope_section") or _AXES
+    if any(pair >= 3 * axes[pair % 3] for pair in range(sum(axes))):
+        return f"it turns no pair of channels by time that is no third one (mrope_section = {list(axes)})"
+    return None
+
+
 _back = partial(partial, back=True)
 _NORMS_PLUS_ONE = {
     name: plus_one(own)
@@ -163,8 +179,9 @@ _QWEN3_NEXT = GgufFamily(
     },
     products={"ssm.inner_size": ("linear_value_head_dim", "linear_num_value_heads")},
     computes=RENORMALIZED,
+    objection=_other_delta_rule,
 )
-_QWEN3_5_MOE = replace(
+QWEN3_5_MOE = replace(
     _QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     architecture="qwen35moe",
@@ -191,7 +208,7 @@ _QWEN3_5_MOE = replace(
         ),
     },
     cutting="qwen35",
-    axes=(11, 11, 10),
+    axes=_AXES,
     computes={},
 )
 
@@ -349,4 +366,4 @@ _LFM2_MOE = GgufFamily(
     varies_heads=True,
     cutting="lfm2",
 )
-RECURRENT: tuple[GgufFamily, ...] = (_LFM2_MOE, _QWEN3_NEXT, _QWEN3_5_MOE, _GRANITE_HYBRID, _JAMBA, _NEMOTRON_H)
+RECURRENT: tuple[GgufFamily, ...] = (_LFM2_MOE, _QWEN3_NEXT, QWEN3_5_MOE, _GRANITE_HYBRID, _JAMBA, _NEMOTRON_H)
