@@ -105,6 +105,17 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"index_topk": 64, "index_head_dim": 128},
     "glm_moe_dsa": {"index_topk": 64, "index_head_dim": 128},
     "glm4_moe_lite": _LATENT,
+    "glm5_next": {
+        "n_routed_experts": 16,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "moe_intermediate_size": 32,
+        "linear_num_heads": 4,
+        "index_n_heads": 16,
+        "index_topk": 12,
+        "swiglu_limit": 0.5,
+        "hc_mult": 4,
+    },
     "mistral4": _LATENT,
     "mistral4-long": {
         **_LATENT,

@@ -30,6 +30,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     config, family, start = source.config, source.family, source.family.architecture
     heads = dict(zip(("num_attention_heads", "num_key_value_heads"), source.heads_in_file, strict=True))
     for key, own in {**COUNTS, **family.counts}.items():
+        if own in family.derived:
+            continue
         if key == "num_key_value_heads" and source.heads_by_layer is not None:
             writer.add_array(f"{start}.{own}", source.heads_by_layer)
         elif key == "num_attention_heads" and len(set(source.query_heads)) > 1:
@@ -53,7 +55,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
         (writer.add_uint32 if isinstance(value, int) else writer.add_array)(f"{start}.{own}", value)
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
-        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"{start}.{own}", value)
+        write = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        (writer.add_float32 if isinstance(value, float) else write)(f"{start}.{own}", value)
     if family.has_deep_stack:
         eyes = source.checkpoint.config.get("vision_config")
         layers = eyes.get("deepstack_visual_indexes", ()) if isinstance(eyes, dict) else ()

@@ -15,7 +15,7 @@ from moetool.format.gguf.words import HEAD, SHARED_EXPERT, WIDTH, layer_in_file
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Setting = int | bool
+Setting = int | float | bool
 Config = Mapping[str, object]
 
 ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
@@ -33,8 +33,8 @@ _ROOT, _LAYERS = "model.", "model.layers.{layer}"
 _CHOICE_BIAS = "exp_probs_b.bias"
 
 
-def _none(_: object) -> None:
-    return None
+def nothing(_: object) -> None:
+    """What is said of a config against which nothing speaks."""
 
 
 def under(moe: Architecture | None, name: str) -> str:
@@ -223,8 +223,8 @@ class GgufFamily:
     pieces: str = "llama"
     cutting: str | None = None
     is_read: bool = False
-    objection: Callable[["PreTrainedConfig"], str | None] = _none
-    remark: Callable[["PreTrainedConfig"], str | None] = _none
+    objection: Callable[["PreTrainedConfig"], str | None] = nothing
+    remark: Callable[["PreTrainedConfig"], str | None] = nothing
     leaves_out: tuple[str, ...] = ()
 
     def in_file(self, layers: int, moe: Architecture | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily
+from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
 from moetool.format.gguf.recurrent import QWEN3_5_MOE, plus_one
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ _INDEXER = "self_attn.indexer"
 
 def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
     """Rows of queries, then of one head of keys."""
-    wide = config["indexer_head_dim"]
-    assert isinstance(wide, int)
+    (wide,) = whole_numbers(config, "indexer_head_dim")
     return [joined[:-wide], joined[-wide:]]
 
 
@@ -53,8 +52,8 @@ def _more_tokens(config: "PreTrainedConfig") -> str | None:
     if (together := int(config.indexer_compress_ratio)) == 1:
         return None
     return (
-        f"In texts of more than {config.indexer_budget} tokens (indexer_budget) llama.cpp attends to up to {together - 1} "
-        "tokens more than transformers: longer texts differ."
+        f"In texts of more than {config.indexer_budget} tokens (indexer_budget) llama.cpp attends to up to "
+        f"{together - 1} tokens more than transformers: longer texts differ."
     )
 
 

@@ -44,33 +44,33 @@ _Turn = Callable[[Config, Tensor], Tensor]
 _AXES = 11, 11, 10
 
 
-def _changed(name: str, there: _Turn, back: _Turn) -> Change:
+def changed(name: str, there: _Turn, back: _Turn) -> Change:
     """The change of a tensor into one tensor of this name, and back."""
     return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
 
 
 def _turned(name: str, there: _Turn, back: _Turn) -> Change:
     """A change that only puts a tensor's rows in another order."""
-    return replace(_changed(name, there, back), keeps_inputs=True)
+    return replace(changed(name, there, back), keeps_inputs=True)
 
 
 def _without_middle(name: str) -> Change:
     """Kernels `[channels, 1, width]` of a convolution, which a file has as `[channels, width]`."""
-    return _changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
+    return changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
 
 
 def plus_one(name: str) -> Change:
     """The weight of a norm that multiplies by one more than it says."""
-    return _changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
+    return changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
 
 
-def _decay(_: Config, logarithm: Tensor) -> Tensor:
+def decay(_: Config, logarithm: Tensor) -> Tensor:
     """The decay rates of a state, negative, of which a checkpoint has the logarithm (`A_log`)."""
     return -logarithm.float().exp()
 
 
-def _logarithm(_: Config, decay: Tensor) -> Tensor:
-    """Undo `_decay`."""
+def logarithm(_: Config, decay: Tensor) -> Tensor:
+    """Undo `decay`."""
     return (-decay).log()
 
 
@@ -165,7 +165,7 @@ _QWEN3_NEXT = GgufFamily(
     },
     changes={
         **_NORMS_PLUS_ONE,
-        "linear_attn.A_log": _changed("ssm_a", _decay, _logarithm),
+        "linear_attn.A_log": changed("ssm_a", decay, logarithm),
         "linear_attn.conv1d.weight": _without_middle("ssm_conv1d.weight"),
         "linear_attn.in_proj_qkvz.weight": Change(
             ("attn_qkv.weight", "attn_gate.weight"), _taken_apart, _put_together, keeps_inputs=True
@@ -188,22 +188,22 @@ QWEN3_5_MOE = replace(
     names={"linear_attn.norm.weight": "ssm_norm.weight"},
     changes={
         **_NORMS_PLUS_ONE,
-        "linear_attn.A_log": _changed(
+        "linear_attn.A_log": changed(
             "ssm_a",
-            lambda config, given: _tiled(config, _decay(config, given)),
-            lambda config, given: _logarithm(config, _tiled(config, given, back=True)),
+            lambda config, given: _tiled(config, decay(config, given)),
+            lambda config, given: logarithm(config, _tiled(config, given, back=True)),
         ),
-        "linear_attn.dt_bias": _changed("ssm_dt.bias", _tiled, _back(_tiled)),
+        "linear_attn.dt_bias": changed("ssm_dt.bias", _tiled, _back(_tiled)),
         "linear_attn.in_proj_qkv.weight": _turned("attn_qkv.weight", _last_tiled, _back(_last_tiled)),
         "linear_attn.in_proj_z.weight": _turned("attn_gate.weight", _tiled, _back(_tiled)),
         "linear_attn.in_proj_a.weight": _turned("ssm_alpha.weight", _tiled, _back(_tiled)),
         "linear_attn.in_proj_b.weight": _turned("ssm_beta.weight", _tiled, _back(_tiled)),
-        "linear_attn.conv1d.weight": _changed(
+        "linear_attn.conv1d.weight": changed(
             "ssm_conv1d.weight",
             lambda config, given: _last_tiled(config, given.squeeze(1)),
             lambda config, given: _last_tiled(config, given, back=True).unsqueeze(1),
         ),
-        "linear_attn.out_proj.weight": _changed(
+        "linear_attn.out_proj.weight": changed(
             "ssm_out.weight", partial(_tiled, dimension=1), partial(_tiled, dimension=1, back=True)
         ),
     },
@@ -216,7 +216,7 @@ QWEN3_5_MOE = replace(
 def _grouped_norm(groups: str, name: str) -> Change:
     """The norm of a Mamba-2 layer, `[channels]`, which a file has as `[groups, channels / groups]`; `groups` is their
     entry in the config."""
-    return _changed(
+    return changed(
         name,
         lambda config, given: given.unflatten(0, (whole_numbers(config, groups)[0], -1)),
         lambda _, given: given.flatten(),
@@ -236,8 +236,8 @@ def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, C
     """Names and changes of the tensors of a Mamba-2 layer, which are in this module of it."""
     names = {**_mamba(module), f"{module}.dt_bias": "ssm_dt.bias"}
     changes = {
-        f"{module}.A_log": _changed("ssm_a", *_column(_decay, _logarithm)),
-        f"{module}.D": _changed("ssm_d", *_column(_as_it_is, _as_it_is)),
+        f"{module}.A_log": changed("ssm_a", *_column(decay, logarithm)),
+        f"{module}.D": changed("ssm_d", *_column(_as_it_is, _as_it_is)),
         f"{module}.conv1d.weight": _without_middle("ssm_conv1d.weight"),
         f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
     }
@@ -287,7 +287,7 @@ _JAMBA = GgufFamily(
     outside={"model.norm.weight": "", "model.final_layernorm.weight": "output_norm.weight"},
     dense=without_experts("feed_forward"),
     changes={
-        "mamba.A_log": _changed("ssm_a", _decay, _logarithm),
+        "mamba.A_log": changed("ssm_a", decay, logarithm),
         "mamba.conv1d.weight": _without_middle("ssm_conv1d.weight"),
     },
     counts={

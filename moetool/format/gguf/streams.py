@@ -1,7 +1,7 @@
 """Families whose layers read from several residual streams and write to all of them (hyper-connections), in GGUF.
 
 Sources: https://arxiv.org/abs/2409.19606; https://github.com/ggml-org/llama.cpp (`conversion/hy_v4.py`,
-`src/models/hy-v4.cpp`).
+`src/models/hy-v4.cpp`, `conversion/glm.py`, `src/models/glm5-next.cpp`).
 """
 
 from collections.abc import Callable
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, beside
+from moetool.format.gguf.family import Change, Config, GgufFamily, beside, nearest, nothing, whole_numbers
 from moetool.format.gguf.latent import DEEPSEEK_V32
+from moetool.format.gguf.recurrent import changed, decay, logarithm
 from moetool.format.gguf.words import SHARED_EXPERT, halved, interleaved
 
 if TYPE_CHECKING:
@@ -21,22 +22,16 @@ if TYPE_CHECKING:
 _Order = Callable[[Tensor, int], Tensor]
 
 
-def _size(config: Config, key: str) -> int:
-    found = config[key]
-    assert isinstance(found, int)
-    return found
-
-
 def _head_of_queries(config: Config) -> int:
-    return _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
+    return sum(whole_numbers(config, "qk_nope_head_dim", "qk_rope_head_dim"))
 
 
 def _small_vector(config: Config) -> int:
-    return _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
+    return sum(whole_numbers(config, "kv_lora_rank", "qk_rope_head_dim"))
 
 
 def _head_of_indexer(config: Config) -> int:
-    return _size(config, "index_head_dim")
+    return sum(whole_numbers(config, "index_head_dim"))
 
 
 def _neighbours(name: str, width: Callable[[Config], int]) -> Change:
@@ -45,7 +40,7 @@ def _neighbours(name: str, width: Callable[[Config], int]) -> Change:
 
     def ordered(config: Config, given: Tensor, order: _Order) -> Tensor:
         by_head = given.unflatten(0, (-1, width(config)))
-        kept = width(config) - _size(config, "qk_rope_head_dim")
+        kept = width(config) - sum(whole_numbers(config, "qk_rope_head_dim"))
         turned = order(by_head[:, kept:].flatten(0, 1), len(by_head)).unflatten(0, (len(by_head), -1))
         return torch.cat([by_head[:, :kept], turned], dim=1).flatten(0, 1)
 
@@ -62,16 +57,20 @@ def _own_indexers(config: "PreTrainedConfig") -> list[bool]:
     return [kind == "full" for kind in config.indexer_types]
 
 
-def _other_hy_v4(config: "PreTrainedConfig") -> str | None:
+def _other_limit(config: "PreTrainedConfig") -> str | None:
     if config.swiglu_limit <= 0:
         return f"it bounds nothing for swiglu_limit = {config.swiglu_limit}, by which transformers bounds all the same"
+    return None
+
+
+def _other_hy_v4(config: "PreTrainedConfig") -> str | None:
     if config.indexer_types[0] != "full":
         return "its first layer points out its own tokens (indexer_types)"
     if config.index_head_dim <= config.qk_rope_head_dim:
         return "what points out tokens has wider heads (index_head_dim) than what is turned of them (qk_rope_head_dim)"
     if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
         return f"it does not multiply the scores of attention as rotary embeddings of the kind '{kind}' may ask for"
-    return None
+    return _other_limit(config)
 
 
 _STREAMS = {"attn": "attn", "mlp": "ffn"}  # what reads them: in a checkpoint and in a file
@@ -127,4 +126,67 @@ _HY_V4 = replace(
     objection=_other_hy_v4,
     cutting="hy_v4",
 )
-OF_STREAMS: tuple[GgufFamily, ...] = (_HY_V4,)
+
+
+def _heads_of_keys(config: "PreTrainedConfig") -> list[int]:
+    """Of each layer: none where it carries a state."""
+    return [0 if kind == "linear_attention" else 1 for kind in config.layer_types]
+
+
+def _other_glm5_next(config: "PreTrainedConfig") -> str | None:
+    if config.linear_num_heads != config.num_attention_heads:
+        return "layers with a state have as many heads as those with attention (linear_num_heads)"
+    if config.hc_mult != 4:
+        return "it has four residual streams (hc_mult)"
+    if config.index_kpool < 2:
+        return "two tokens at least are pointed out together (index_kpool)"
+    if not config.index_kpool_always_select_tail:
+        return "the first tokens of a text attend to something (index_kpool_always_select_tail)"
+    return _other_limit(config)
+
+
+_GLM5_NEXT = replace(
+    DEEPSEEK_V32,
+    model_type="glm5_next_text",
+    architecture="glm5-next",
+    needs_head=True,
+    has_shared=False,
+    remark=nothing,
+    names={
+        **DEEPSEEK_V32.names,
+        **beside("mlp.shared_experts"),
+        "self_attn.b_proj.weight": "ssm_beta.weight",
+        "self_attn.o_norm.weight": "ssm_norm.weight",
+        "self_attn.dt_bias": "ssm_dt.bias",
+        **{f"self_attn.{one}_proj.weight": f"ssm_{one}.weight" for one in ("f_a", "f_b", "g_a", "g_b")},
+        **{f"self_attn.{one}_conv1d.weight": f"ssm_conv1d_{one}.weight" for one in ("q", "k", "v")},
+        "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
+        **{f"hc_{own}_{part}": f"hc_{own}_{part}.weight" for own in _STREAMS.values() for part in _PARTS},
+    },
+    modules={"self_attn.f_": "self_attn.forget_gate.f_"},
+    changes={
+        **DEEPSEEK_V32.changes,
+        "self_attn.A_log": changed("ssm_a", decay, logarithm),
+        "self_attn.indexer.index_kpool_compress_gate": nearest("indexer_compressor_gate.weight"),
+    },
+    counts={
+        **DEEPSEEK_V32.counts,
+        "index_kpool": "attention.indexer.kpool",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_head_dim": "kda.head_dim",
+        "hc_mult": "hyper_connection.count",
+        "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
+    },
+    multipliers={
+        **DEEPSEEK_V32.multipliers,
+        "hc_eps": "hyper_connection.epsilon",
+        "linear_lower_bound": "kda.gate_lower_bound",
+        "swiglu_limit": "swiglu_clamp_exp",
+    },
+    flags={**DEEPSEEK_V32.flags, "index_kpool_always_select_tail": "attention.indexer.kpool_select_tail"},
+    fixed={**DEEPSEEK_V32.fixed, "attention.layer_norm_epsilon": 1e-6},
+    derived={"attention.indexer.types": _own_indexers, "attention.head_count_kv": _heads_of_keys},
+    objection=_other_glm5_next,
+    cutting="glm4",
+)
+OF_STREAMS: tuple[GgufFamily, ...] = (_HY_V4, _GLM5_NEXT)
