@@ -265,6 +265,16 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp_text": _QWEN4_EXP,
     "qwen4_exp_text-sparse": {**_QWEN4_EXP, "indexer_budget": 12, "indexer_compress_ratio": 1},
+    "qwen4_exp_text-ngrams": {
+        **_QWEN4_EXP,
+        "ple_layer_ids": [2],
+        "ngram_size": 5,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "split_ngram_parts": 12,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "eos_token_id": [7, 3],
+    },
     "qwen4_exp": _QWEN4_EXP,
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],

@@ -108,6 +108,7 @@ def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, 
     assert result.code == 0, result.stderr
     count = 200 if "deepseek_v4" in name else 48  # of which it compresses 128 into one
     tokens = torch.randint(288, (count,), generator=torch.Generator().manual_seed(0))
+    tokens[20] = 7  # where n-grams begin anew
     found = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens)
     expected = load(model(name))(tokens[None]).logits[0]
     own = 1e-2 if "gemma" in name else 1e-4  # llama.cpp looks gelu up in a table of 16 bits
@@ -218,6 +219,8 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("granitemoe_swa", {"layer_rope_theta": [0.0, 1e4, 2e4]}, "layer_rope_theta"),
         ("granitemoe_swa", {"layer_rope_theta": [0.0] * 3}, "layer_rope_theta"),
         ("qwen4_exp_text", {"output_gate_type": None}, "output_gate_type"),
+        ("qwen4_exp_text-ngrams", {"ple_layer_ids": [1, 2]}, "ple_layer_ids"),
+        ("qwen4_exp_text-ngrams", {"ple_embed_dim": 64}, "ple_embed_dim"),
         ("qwen4_exp_text", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ("qwen4_exp_text", {"layer_types": [WHOLE] * 3}, "0 of 3 layers carry a state"),
         ("qwen3_5_moe_text", {"rope_parameters": {**TURNED, "mrope_section": [4, 2, 2]}}, "mrope_section"),

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
@@ -18,6 +20,7 @@ from moetool.format.gguf.words import (
     SHARED_WIDTH,
     STATES,
     WIDTH,
+    gguf_library,
 )
 
 if TYPE_CHECKING:
@@ -51,12 +54,17 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     for own, (one, other) in family.quotients.items():
         writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) // int(getattr(config, other)))
     for own, make in family.derived.items():
-        value = make(config)
+        if (value := make(config)) is None:
+            continue
         (writer.add_uint32 if isinstance(value, int) else writer.add_array)(f"{start}.{own}", value)
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
         write = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         (writer.add_float32 if isinstance(value, float) else write)(f"{start}.{own}", value)
+    for key, own in family.of_whole.items():
+        if source.is_within and (token := source.checkpoint.config.get(key)) is not None:
+            writer.add_uint32(f"{start}.{own}", int(str(token)))
+    _describe_constants(writer, source)
     if family.has_deep_stack:
         eyes = source.checkpoint.config.get("vision_config")
         layers = eyes.get("deepstack_visual_indexes", ()) if isinstance(eyes, dict) else ()
@@ -65,6 +73,16 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     _describe_rope(writer, source)
     _describe_windows(writer, source)
     _describe_experts(writer, source)
+
+
+def _describe_constants(writer: "GGUFWriter", source: GgufSource) -> None:
+    """Numbers of 64 bits, which no tensor of a file holds."""
+    kinds = gguf_library().GGUFValueType
+    for name, own in source.constants.items():
+        empty = torch.zeros(source.checkpoint.info(name).shape, dtype=torch.int64)
+        numbers = empty if source.checkpoint.is_imagined else source.checkpoint.read(name)
+        key = f"{source.family.architecture}.{own}"
+        writer.add_key_value(key, numbers.tolist(), kinds.ARRAY, sub_type=kinds.UINT64)
 
 
 def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +90,7 @@ class GgufSource(GgufFacts):
         if self.is_tied:
             del names[self.head_name]
         left_out = {self.head_name, *self.idle_names, *self._expert_names} - names.keys()
+        left_out |= {*self.constants, *chain(*self._joined.values())}
         for name, info in self.checkpoint.tensors.items():
             if name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
                 continue
@@ -100,6 +102,10 @@ class GgufSource(GgufFacts):
                     f"llama.cpp's '{self.family.architecture}' has no place for the tensor {name} {list(info.shape)}."
                 )
             found[own] = self._tensor(own, info.shape, common, partial(self._rows, name, own))
+        for own, names_of_parts in self._joined.items():
+            infos = [self.checkpoint.info(name) for name in names_of_parts]
+            whole = sum(info.shape[0] for info in infos), infos[0].shape[1]
+            found[own] = self._tensor(own, whole, common, partial(self._rows_of_all, names_of_parts, own))
         if self.is_tied and self.family.needs_head:
             shape = self.checkpoint.info(self.embeddings_name).shape
             found[HEAD] = self._tensor(HEAD, shape, common, partial(self._rows, self.embeddings_name, HEAD))
@@ -109,6 +115,25 @@ class GgufSource(GgufFacts):
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: place(tensor.name))
+
+    @property
+    def constants(self) -> dict[str, str]:
+        """Tensors of the checkpoint that metadata holds, and its keys."""
+        named = {
+            self.layer_prefix(layer) + name: own
+            for layer in range(self.layers)
+            for name, own in self.family.constants.items()
+        }
+        return {name: own for name, own in named.items() if name in self.checkpoint.tensors}
+
+    @cached_property
+    def _joined(self) -> Mapping[str, list[str]]:
+        """By GGUF's name of a table that the checkpoint has in parts, these in the order of their numbers."""
+        found = defaultdict[str, list[str]](list)
+        for start, own in self.family.joined.items():
+            prefixes = tuple(self.layer_prefix(layer) + start for layer in range(self.layers))
+            found[own] += [name for name in self.checkpoint.tensors if name.startswith(prefixes)]
+        return {own: sorted(names, key=_numbers_in) for own, names in found.items() if names}
 
     @property
     def most_at_once(self) -> int:
@@ -206,6 +231,10 @@ class GgufSource(GgufFacts):
         for start in range(0, shape[0], step):
             yield self.checkpoint.read_rows(name, start, min(shape[0], start + step))
 
+    def _rows_of_all(self, names: Sequence[str], own: str) -> Iterator[Tensor]:
+        for name in names:
+            yield from self._rows(name, own)
+
     def _expert_tensors(self, reader: ExpertReader, common: NumberType, experts: NumberType) -> dict[str, GgufTensor]:
         found = {}
         shape: MoEShape = reader.shape
@@ -241,3 +270,7 @@ class GgufSource(GgufFacts):
                 continue
             roles = by_name(names)[names[role]]
             yield self.checkpoint.read(names[role]).chunk(len(roles))[roles.index(role)]
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]

@@ -153,7 +153,10 @@ class GgufFamily:
         flags: further entries that are true or false.
         products: metadata keys of whole numbers, each the product of two entries.
         quotients: metadata keys of whole numbers, each the quotient of two entries.
-        derived: metadata keys of numbers or lists, and what makes each of the config.
+        derived: metadata keys of numbers or lists, and what makes each of the config; `None` is not written.
+        of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
+        constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
+        joined: beginnings of the names of tensors of a layer that a file has one below the other, outside of layers.
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
@@ -216,7 +219,12 @@ class GgufFamily:
     flags: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    derived: Mapping[str, Callable[["PreTrainedConfig"], "Setting | Sequence[float]"]] = field(default_factory=dict)
+    derived: Mapping[str, Callable[["PreTrainedConfig"], "Setting | Sequence[float] | None"]] = field(
+        default_factory=dict
+    )
+    of_whole: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Qwen4-Exp in GGUF: several residual streams, gated delta rules, and attention to those blocks of a text
-that a small attention points out.
+"""Qwen4-Exp in GGUF: residual streams, gated delta rules, embeddings of n-grams, attention to some blocks of a text.
 
+A small attention (the indexer) chooses the blocks.
 Sources: https://github.com/ggml-org/llama.cpp (`conversion/qwen4exp.py`, `src/models/qwen4exp.cpp`).
 """
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
-from moetool.format.gguf.recurrent import QWEN3_5_MOE, plus_one
+from moetool.format.gguf.recurrent import QWEN3_5_MOE, plus_one, without_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _STREAMS = {"attn": "attn", "mlp": "ffn"}  # what reads them: in a checkpoint and in a file
 _INDEXER = "self_attn.indexer"
+_MOST_TOKENS, _MOST_HEADS = 8, 64  # of n-grams, in llama.cpp
 
 
 def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
@@ -41,9 +42,32 @@ def _blocks(config: "PreTrainedConfig") -> list[int]:
     return [0 if has_state else int(config.indexer_compress_ratio) for has_state in _with_state(config)]
 
 
+def _heads_of_ngrams(config: "PreTrainedConfig") -> int:
+    return int(config.ngram_size - 1) * int(config.heads_per_ngram)
+
+
+def _layers_of_ngrams(config: "PreTrainedConfig") -> list[int] | None:
+    """The layers, from 0, that are given embeddings of n-grams."""
+    return [layer - 1 for layer in config.ple_layer_ids] or None
+
+
+def _width_of_ngrams(config: "PreTrainedConfig") -> int | None:
+    return int(config.ple_embed_dim) // _heads_of_ngrams(config) if config.ple_layer_ids else None
+
+
+def _end_of_ngrams(config: "PreTrainedConfig") -> int | None:
+    """The token that no n-gram goes beyond."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return int(ends[0]) if config.ple_layer_ids else None
+
+
 def _other_qwen4_exp(config: "PreTrainedConfig") -> str | None:
-    if config.ple_layer_ids:
-        return "it has embeddings of n-grams in some layers (ple_layer_ids)"
+    if len(config.ple_layer_ids) > 1:
+        return f"it has embeddings of n-grams in one layer alone (ple_layer_ids = {config.ple_layer_ids})"
+    if config.ple_layer_ids and config.ple_embed_dim != config.hidden_size:
+        return "its embeddings of n-grams are together as wide as others (ple_embed_dim)"
+    if config.ngram_size > _MOST_TOKENS or _heads_of_ngrams(config) > _MOST_HEADS:
+        return f"its n-grams have at most {_MOST_TOKENS} tokens (ngram_size), and {_MOST_HEADS} heads (heads_per_ngram)"
     return QWEN3_5_MOE.objection(config)
 
 
@@ -64,6 +88,7 @@ _QWEN4_EXP = replace(
     attention_interval=None,
     names={
         **QWEN3_5_MOE.names,
+        **{f"ple.{one}_proj.weight": f"ple_{one}.weight" for one in ("key", "value")},
         **{
             f"{name}_hyper_connection.{part}.weight": f"hc_{own}_{short}.weight"
             for name, own in _STREAMS.items()
@@ -92,6 +117,8 @@ _QWEN4_EXP = replace(
             for name, own in _STREAMS.items()
         },
         "model.hyper_connection_mixer.hc_norm.weight": plus_one("output_hc_norm.weight"),
+        **{f"ple.norm_{one}.weight": plus_one(f"ple_norm_{one}.weight") for one in ("key", "query", "conv")},
+        "ple.conv1d.weight": without_middle("ple_conv1d.weight"),
         f"{_INDEXER}.index_qk_proj.weight": Change(
             ("indexer.q_proj.weight", "indexer.k_proj.weight"), _taken_apart, _put_together, keeps_inputs=True
         ),
@@ -104,8 +131,24 @@ _QWEN4_EXP = replace(
         "indexer_n_heads": "attention.indexer.head_count",
         "indexer_head_dim": "attention.indexer.key_length",
         "indexer_budget": "attention.indexer.top_k",
+        "ngram_size": "ple.ngram_size",
+        "heads_per_ngram": "ple.heads_per_ngram",
+        "ple_conv_kernel_size": "ple.conv_kernel",
     },
-    derived={"attention.recurrent_layers": _with_state, "attention.compress_ratios": _blocks},
+    derived={
+        "attention.recurrent_layers": _with_state,
+        "attention.compress_ratios": _blocks,
+        "ple.layers": _layers_of_ngrams,
+        "embedding_length_per_layer_input": _width_of_ngrams,
+        "ple.eos_token_id": _end_of_ngrams,
+    },
+    of_whole={"image_token_id": "ple.image_token_id"},
+    constants={
+        "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",
+        "ple.ple_embedding.ngram_heads_offsets": "ple.head_offsets",
+        "ple.ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+    },
+    joined={"ple.ple_embedding.ngram_embedding.": "per_layer_token_embd.weight"},
     computes={"norm_topk_prob": (True,), "output_gate_type": ("sigmoid",), "attention_bias": (False,)},
     objection=_other_qwen4_exp,
     remark=_more_tokens,

@@ -54,7 +54,7 @@ def _turned(name: str, there: _Turn, back: _Turn) -> Change:
     return replace(changed(name, there, back), keeps_inputs=True)
 
 
-def _without_middle(name: str) -> Change:
+def without_middle(name: str) -> Change:
     """Kernels `[channels, 1, width]` of a convolution, which a file has as `[channels, width]`."""
     return changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
 
@@ -166,7 +166,7 @@ _QWEN3_NEXT = GgufFamily(
     changes={
         **_NORMS_PLUS_ONE,
         "linear_attn.A_log": changed("ssm_a", decay, logarithm),
-        "linear_attn.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+        "linear_attn.conv1d.weight": without_middle("ssm_conv1d.weight"),
         "linear_attn.in_proj_qkvz.weight": Change(
             ("attn_qkv.weight", "attn_gate.weight"), _taken_apart, _put_together, keeps_inputs=True
         ),
@@ -238,7 +238,7 @@ def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, C
     changes = {
         f"{module}.A_log": changed("ssm_a", *_column(decay, logarithm)),
         f"{module}.D": changed("ssm_d", *_column(_as_it_is, _as_it_is)),
-        f"{module}.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+        f"{module}.conv1d.weight": without_middle("ssm_conv1d.weight"),
         f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
     }
     return names, changes
@@ -288,7 +288,7 @@ _JAMBA = GgufFamily(
     dense=without_experts("feed_forward"),
     changes={
         "mamba.A_log": changed("ssm_a", decay, logarithm),
-        "mamba.conv1d.weight": _without_middle("ssm_conv1d.weight"),
+        "mamba.conv1d.weight": without_middle("ssm_conv1d.weight"),
     },
     counts={
         "mamba_d_conv": "ssm.conv_kernel",
@@ -358,7 +358,7 @@ _LFM2_MOE = GgufFamily(
     },
     outside={"model.norm.weight": "", "model.embedding_norm.weight": "token_embd_norm.weight"},
     dense={f"feed_forward.w{index}.weight": f"ffn_{role}.weight" for index, role in _BY_NUMBER},
-    changes={"conv.conv.weight": _without_middle("shortconv.conv.weight")},
+    changes={"conv.conv.weight": without_middle("shortconv.conv.weight")},
     counts={"conv_L_cache": "shortconv.l_cache"},
     multipliers={"norm_eps": "attention.layer_norm_rms_epsilon"},
     fixed=SIGMOID,
