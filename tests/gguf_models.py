@@ -80,6 +80,8 @@ _DEEPSEEK_V4 = {
 }
 _QWEN4_EXP = {
     **_DELTA_RULE,
+    "num_experts": 12,
+    "moe_intermediate_size": 32,
     "hc_count": 2,
     "hc_lowrank": 16,
     "head_dim": 32,

@@ -16,7 +16,7 @@ from gguf_models import GGUF_MODELS, LINEAR, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -490,6 +490,28 @@ def test_a_tokenizer_that_changes_a_text_is_refused(
     assert result.code == 3
     assert changed in result.stderr
     assert export(run_cli, source, tmp_path / "out", "--pre-tokenizer", "gpt-2").code == 0
+
+
+def test_the_name_of_a_familys_tokenizers_is_a_note_where_rules_have_none(
+    run_cli: Any, model: Made, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source, tokenizer = copy_of(model("deepseek_v3"), tmp_path / "source"), copy.deepcopy(tiny_tokenizer)
+    assert "published tokenizers" not in export(run_cli, source, tmp_path / "known").stderr
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("[a-z]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.save_pretrained(source)
+    assert "'deepseek-v3', as in this family's published" in export(run_cli, source, tmp_path / "out").stderr
+    chosen = export(run_cli, source, tmp_path / "chosen", "--pre-tokenizer", "gpt-2")
+    assert "published tokenizers" not in chosen.stderr
+
+
+def test_time_steps_that_llama_cpp_does_not_bound_are_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    assert "time_step_min = 0.001" in export(run_cli, model("nemotron_h"), tmp_path / "out").stderr
+    assert "time_step_min" not in export(run_cli, model("granitemoehybrid"), tmp_path / "other").stderr
 
 
 def test_a_file_that_is_only_written_is_refused_as_an_input(run_cli: Any, model: Made, tmp_path: Path) -> None:

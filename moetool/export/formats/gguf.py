@@ -364,6 +364,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         found = remarks(self.source, self._types)
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
+        elif self._tokenizer.is_assumed:
+            pre = f"'{self._tokenizer.pre}', as in this family's published tokenizers"
+            found.append(
+                f"The tokenizer's rules have no name in llama.cpp: the file has {pre} (--pre-tokenizer: another)."
+            )
         if odd := self._fallen_back:
             found.append(f"Rows of some tensors are no whole blocks of the type asked for: {odd}.")
         return found

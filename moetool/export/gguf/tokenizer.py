@@ -28,6 +28,7 @@ class GgufTokenizer:
     Attributes:
         model: `gpt2` for byte-level BPE, `llama` or `gemma4` for SentencePiece's.
         pre: llama.cpp's name of the way in which a text is cut before BPE.
+        is_assumed: whether `pre` is that of published tokenizers of the model's family, as rules do not tell.
         tokens, kinds: text and kind of each token by id, as many as the model has embeddings.
         scores: of each token of a `llama` or `gemma4`: of neighbours, those with the highest are merged first.
         merges: pairs of tokens of a `gpt2` or `gemma4` that are merged, the first pair first.
@@ -39,6 +40,7 @@ class GgufTokenizer:
 
     model: str
     pre: str
+    is_assumed: bool
     tokens: list[str]
     kinds: list[int]
     scores: list[float]
@@ -118,6 +120,7 @@ def read_tokenizer(
     return GgufTokenizer(
         model=pieces if is_pieces else "gpt2",
         pre="default" if is_pieces else _pre(path, rules, cut, usual),
+        is_assumed=not is_pieces and cut is None and cutting_name(cutting_of(rules)) is None,
         tokens=[_as_text(text, kind) for text, kind in zip(tokens, kinds, strict=True)],
         kinds=kinds,
         scores=[_score(token, kind) for token, kind in enumerate(kinds)] if is_pieces else [],

@@ -299,12 +299,21 @@ _JAMBA = GgufFamily(
     computes={"mamba_conv_bias": (True,), "mamba_expand": (2,)},
 )
 _NEMOTRON_NAMES, _NEMOTRON_CHANGES = _mamba2("mixer", "n_groups")
+
+
+def _least_step(config: "PreTrainedConfig") -> str | None:
+    if not (least := config.time_step_min):
+        return None
+    return f"llama.cpp lets time steps be less than time_step_min = {least}, transformers does not: logits may differ."
+
+
 _NEMOTRON_H = GgufFamily(
     "nemotron_h",
     "nemotron_h_moe",
     is_moe=True,
     may_tie=False,
     mixes_layers=True,
+    remark=_least_step,
     varies_heads=True,
     skips_experts=True,
     experts_key="n_routed_experts",
