@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from moetool.architectures.base import EXPERT_KEYS, Architecture, experts_told, whole_number
 from moetool.architectures.derived import derive
 from moetool.architectures.described import check_language_is_there, experts_by_default, names_in_others
-from moetool.architectures.known import KNOWN, check_refused
+from moetool.architectures.known import BEGINNINGS, KNOWN, check_refused
 from moetool.architectures.shape import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
 
-__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "aliases", "find_architecture"]
+__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "aliases", "find_architecture", "with_root"]
 
 
 def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
@@ -17,6 +17,14 @@ def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
     checkpoint with such names is read as if it had the hub's."""
     family = KNOWN.get(str(config.get("model_type")))
     return names_in_others(config.get("model_type")) if family is None else family.aliases
+
+
+def with_root(name: str, config: Mapping[str, object]) -> str:
+    """The name of a tensor as transformers saves it, where the hub has another beginning (DeepSeek-V4)."""
+    for beginning, own in BEGINNINGS.get(str(config.get("model_type")), {}).items():
+        if name.startswith(beginning):
+            return own + name.removeprefix(beginning)
+    return name
 
 
 def find_architecture(config: Mapping[str, object]) -> Architecture:

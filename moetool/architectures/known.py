@@ -94,6 +94,17 @@ KNOWN: Mapping[str, KnownFamily] = {
     ),
 }
 
+# Beginnings of tensors' names on the hub, and what transformers writes in their places when it saves, by model type.
+BEGINNINGS: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v4": {
+        "embed.": "model.embed_tokens.",
+        "layers.": "model.layers.",
+        "norm.": "model.norm.",
+        "hc_head_": "model.hc_head.hc_",
+        "mtp.": "model.mtp.",
+    }
+}
+
 # Why families are refused whose classes would not tell, by model type.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(

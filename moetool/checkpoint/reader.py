@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moetool.architectures import aliases
+from moetool.architectures import aliases, with_root
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
 from moetool.checkpoint.missing import without_config, without_weights
@@ -326,10 +326,10 @@ def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
 
 
 def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dict[str, TensorInfo]:
-    """Give tensors the names that the family's checkpoints have on the hub."""
+    """Give tensors the names that the family's checkpoints have on the hub, or as transformers saves them."""
     named: dict[str, TensorInfo] = {}
     for info in tensors.values():
-        name = info.name
+        name = with_root(info.name, config)
         for alias, own in aliases(config).items():
             name = name.replace(alias, own)
         if name in named:
