@@ -1,5 +1,6 @@
 """Every family whose architecture is derived, through the whole command line on a tiny random model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import families
 import pytest
 import torch
 from around_families import AROUND, with_image
-from checkpoints import WEIGHTS, config_of, load, load_whole, logits, weight_bytes
+from checkpoints import WEIGHTS, config_of, copy_of, load, load_whole, logits, tensors_of, weight_bytes
 from derived_families import DERIVED
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling import sampled
 
 from moetool.job.job import Source
@@ -164,6 +165,28 @@ def test_layers_that_hand_on_more_than_hidden_states_are_refused(
     made = run_cli("compress", model, "--method", "d2moe", tmp_path / "out", "--rank", 4, *calibration)
     assert made.code == 3
     assert "hand more than hidden states to each other" in made.stderr
+
+
+def test_deepseek_v4_as_the_hub_names_its_tensors(run_cli: Any, save_model: Any, tmp_path: Path) -> None:
+    """Published without the root that transformers writes, and with a layer that predicts further tokens."""
+    family = "deepseek_v4"
+    saved = save_model(families.build(family, **DERIVED[family]), tmp_path / "saved")
+    published = copy_of(saved, tmp_path / "published")
+    tensors = tensors_of(saved)
+    for own, hub in (("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), ("model.", "")):
+        tensors = {re.sub(f"^{re.escape(own)}", hub, name): tensor for name, tensor in tensors.items()}
+    assert "layers.0.attn_norm.weight" in tensors
+    further = {"mtp.0.norm.weight": torch.ones(4)}
+    save_file({**tensors, **further}, published / WEIGHTS, {"format": "pt"})
+    options = ("--method", "quantize", "--bits", 4, "--rounding", "nearest")
+    for source in (saved, published):
+        made = run_cli("compress", source, tmp_path / f"{source.name}-4bit", *options)
+        assert made.code == 0, made.stderr
+    expected, found = (load_file(tmp_path / f"{name}-4bit" / WEIGHTS) for name in ("saved", "published"))
+    assert found.pop("model.mtp.0.norm.weight").equal(torch.ones(4))
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
+    assert torch.isfinite(logits(tmp_path / "published-4bit", torch.arange(3, 35)[None])).all()
 
 
 def test_experts_that_are_given_fewer_channels(

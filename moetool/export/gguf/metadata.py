@@ -51,8 +51,6 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_bool(f"{start}.{own}", bool(getattr(config, key)))
     for own, (one, other) in family.products.items():
         writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) * int(getattr(config, other)))
-    for own, (one, other) in family.quotients.items():
-        writer.add_uint32(f"{start}.{own}", int(getattr(config, one)) // int(getattr(config, other)))
     for own, make in family.derived.items():
         if (value := make(config)) is None:
             continue

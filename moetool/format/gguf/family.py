@@ -152,7 +152,6 @@ class GgufFamily:
         of_layers: further fractions of each layer, 0 where a config has none.
         flags: further entries that are true or false.
         products: metadata keys of whole numbers, each the product of two entries.
-        quotients: metadata keys of whole numbers, each the quotient of two entries.
         derived: metadata keys of numbers or lists, and what makes each of the config; `None` is not written.
         of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
         constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
@@ -218,7 +217,6 @@ class GgufFamily:
     of_layers: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    quotients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     derived: Mapping[str, Callable[["PreTrainedConfig"], "Setting | Sequence[float] | None"]] = field(
         default_factory=dict
     )

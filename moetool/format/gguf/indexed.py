@@ -120,7 +120,7 @@ _QWEN4_EXP = replace(
         **{f"ple.norm_{one}.weight": plus_one(f"ple_norm_{one}.weight") for one in ("key", "query", "conv")},
         "ple.conv1d.weight": without_middle("ple_conv1d.weight"),
         f"{_INDEXER}.index_qk_proj.weight": Change(
-            ("indexer.q_proj.weight", "indexer.k_proj.weight"), _taken_apart, _put_together, keeps_inputs=True
+            ("indexer.q_proj.weight", "indexer.k_proj.weight"), _taken_apart, _put_together
         ),
         **{f"{_INDEXER}.{one}_layernorm.weight": plus_one(f"indexer.{one}_norm.weight") for one in ("q", "k")},
     },

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
+from moetool.format.gguf.family import Change, Config, GgufFamily, nearest, whole_numbers
 from moetool.format.gguf.routing import N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED
 
 if TYPE_CHECKING:
@@ -82,10 +82,13 @@ DEEPSEEK_V32 = replace(
     is_lite_by_layers=False,
     names={
         **LATENT_NAMES,
-        "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
-        "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
-        "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
         **{f"self_attn.indexer.k_norm.{part}": f"indexer.k_norm.{part}" for part in ("weight", "bias")},
+    },
+    changes={
+        **LATENT,
+        "self_attn.indexer.wq_b.weight": nearest("indexer.attn_q_b.weight"),
+        "self_attn.indexer.wk.weight": nearest("indexer.attn_k.weight"),
+        "self_attn.indexer.weights_proj.weight": nearest("indexer.proj.weight"),
     },
     counts={
         **LATENT_COUNTS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moetool.format.gguf.family import HEAD_NORMS, Change, GgufFamily, beside, without_experts
+from moetool.format.gguf.family import HEAD_NORMS, Change, GgufFamily, beside, nearest, without_experts
 from moetool.format.gguf.recurrent import plus_one
 from moetool.format.gguf.routing import SCALE, SCALED, SHARED_COUNT, SIGMOID_RENORMALIZED, UNBIASED
 from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_EXPERT
@@ -80,13 +80,11 @@ _MINIMAX_M3 = GgufFamily(
     is_partial=True,
     width_key=EXPERT_WIDTH,
     dense_width="dense_intermediate_size",
-    names={
-        "mlp.shared_experts.down_proj.weight": SHARED_EXPERT["down"],
-        **{f"self_attn.indexer.{name}.weight": f"{own}.weight" for name, own in _INDEXER.items()},
-    },
+    names={"mlp.shared_experts.down_proj.weight": SHARED_EXPERT["down"]},
     dense={"mlp.down_proj.weight": "ffn_down.weight"},
     changes={
         **_NORMS_PLUS_ONE,
+        **{f"self_attn.indexer.{name}.weight": nearest(f"{own}.weight") for name, own in _INDEXER.items()},
         **{f"self_attn.indexer.{name}.weight": plus_one(f"{own}.weight") for name, own in _INDEXER_NORMS.items()},
         "mlp.gate_up_proj.weight": _gate_and_up("ffn_gate.weight", "ffn_up.weight"),
         "mlp.shared_experts.gate_up_proj.weight": _gate_and_up(SHARED_EXPERT["gate"], SHARED_EXPERT["up"]),
@@ -99,7 +97,7 @@ _MINIMAX_M3 = GgufFamily(
         "index_local_blocks": "attention.indexer.local_blocks",
     },
     multipliers=SCALED,
-    quotients={SHARED_COUNT: ("shared_intermediate_size", "intermediate_size")},
+    derived={SHARED_COUNT: lambda config: int(config.shared_intermediate_size // config.intermediate_size)},
     fixed=SIGMOID_RENORMALIZED,
     computes={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     objection=_other_minimax,
@@ -110,13 +108,11 @@ _SHARED_OF_HUB, _JOINED = "block_sparse_moe.shared_experts", "gate_up_proj"
 # As the hub has it, in a model that sees: gate and up are apart there, and other modules have other names.
 MINIMAX_M3_OF_HUB = replace(
     _MINIMAX_M3,
-    names={
-        **beside(_SHARED_OF_HUB),
-        **{f"self_attn.index_{name}.weight": f"{own}.weight" for name, own in _INDEXER.items()},
-    },
+    names=beside(_SHARED_OF_HUB),
     dense=without_experts("mlp"),
     changes={
         **_NORMS_PLUS_ONE,
+        **{f"self_attn.index_{name}.weight": nearest(f"{own}.weight") for name, own in _INDEXER.items()},
         **{f"self_attn.index_{name}.weight": plus_one(f"{own}.weight") for name, own in _INDEXER_NORMS.items()},
     },
     modules={

@@ -34,7 +34,7 @@ def _head_of_indexer(config: Config) -> int:
     return sum(whole_numbers(config, "index_head_dim"))
 
 
-def _neighbours(name: str, width: Callable[[Config], int]) -> Change:
+def _neighbours(name: str, width: Callable[[Config], int], *, keeps_inputs: bool = True) -> Change:
     """Heads, so many rows each, whose last rows rotary embeddings turn: half a head apart in a checkpoint, neighbours
     in a file."""
 
@@ -48,8 +48,13 @@ def _neighbours(name: str, width: Callable[[Config], int]) -> Change:
         (name,),
         lambda config, given: [ordered(config, given, interleaved)],
         lambda config, given: ordered(config, given[0], halved),
-        keeps_inputs=True,
+        keeps_inputs=keeps_inputs,
     )
+
+
+def _of_indexer(name: str) -> Change:
+    """Heads of an indexer, which gives places in a text and so no gradient: with the nearest codes of 8 bits."""
+    return _neighbours(name, _head_of_indexer, keeps_inputs=False)
 
 
 def _own_indexers(config: "PreTrainedConfig") -> list[bool]:
@@ -83,7 +88,6 @@ _HY_V4 = replace(
     has_shared=False,
     names={
         **{name: own for name, own in DEEPSEEK_V32.names.items() if ".indexer." not in name},
-        "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
         "self_attn.learnable_sink_param": "attn_sinks.weight",
         "self_attn.linear_gate.weight": "attn_gate.weight",
         **{
@@ -106,14 +110,9 @@ _HY_V4 = replace(
         **DEEPSEEK_V32.changes,
         "self_attn.q_b_proj.weight": _neighbours("attn_q_b.weight", _head_of_queries),
         "self_attn.kv_a_proj_with_mqa.weight": _neighbours("attn_kv_a_mqa.weight", _small_vector),
-        "self_attn.indexer.wq_b.weight": _neighbours("indexer.attn_q_b.weight", _head_of_indexer),
-        "self_attn.indexer.wk.weight": _neighbours("indexer.attn_k.weight", _head_of_indexer),
-        **{
-            f"self_attn.indexer.k_norm.{part}": replace(
-                _neighbours(f"indexer.k_norm.{part}", _head_of_indexer), keeps_inputs=False
-            )
-            for part in ("weight", "bias")
-        },
+        "self_attn.indexer.wq_b.weight": _of_indexer("indexer.attn_q_b.weight"),
+        "self_attn.indexer.wk.weight": _of_indexer("indexer.attn_k.weight"),
+        **{f"self_attn.indexer.k_norm.{part}": _of_indexer(f"indexer.k_norm.{part}") for part in ("weight", "bias")},
     },
     counts={**DEEPSEEK_V32.counts, "hc_mult": "hyper_connection.count"},
     multipliers={
