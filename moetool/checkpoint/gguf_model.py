@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _VOCABULARY = "tokenizer.ggml."
+_UNUSED = 5  # the kind of a token that is none
 
 
 class Written(Protocol):
@@ -315,6 +316,22 @@ class GgufModel:
         if kind == "gpt2":
             self._cut_as_said(tokenizer.backend_tokenizer)
         tokenizer.save_pretrained(directory)
+        file = directory / "tokenizer.json"
+        rules = self._without_additions(json.loads(file.read_text(encoding="utf-8")))
+        file.write_text(json.dumps(rules, ensure_ascii=False), encoding="utf-8")
+
+    def _without_additions(self, rules: dict[str, Any]) -> dict[str, Any]:
+        """The rules of a tokenizer without tokens that its model does not know: those that fill up the embeddings
+        (`[PAD288]`), and GPT-2's `<|endoftext|>`, which transformers adds to files that have no such token."""
+        vocabulary = rules["model"].get("vocab")
+        if not isinstance(vocabulary, dict):
+            return rules
+        kinds = self._field(f"{_VOCABULARY}token_type") or []
+        ids = {*vocabulary.values()}
+        fillers = {f"[PAD{token}]": token for token, kind in enumerate(kinds) if kind == _UNUSED}
+        added = [token for token in rules["added_tokens"] if token["id"] in ids]
+        own = {text: token for text, token in vocabulary.items() if fillers.get(text) != token}
+        return {**rules, "added_tokens": added, "model": {**rules["model"], "vocab": own}}
 
     def _cut_as_said(self, tokenizer: "Tokenizer") -> None:
         """transformers knows some names only of how a text is cut, and takes the others for GPT-2's."""

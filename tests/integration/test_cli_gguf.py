@@ -192,6 +192,22 @@ def test_a_file_is_an_input(
     assert torch.allclose(load(back.path)(tokens).logits, load(models[family])(tokens).logits, atol=1e-5)
 
 
+def test_a_file_is_compared_with_what_it_was_made_of(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, tiny_text: Path
+) -> None:
+    """It has the same tokens: neither names of embeddings that no token uses, nor GPT-2's if the file has none."""
+    source = models["mixtral"]
+    export(run_cli, source, tmp_path / "out", "--type", "f32")
+    file = tmp_path / "out" / "model.gguf"
+    tokens = load_tokenizer(Checkpoint.open(file).path)
+    assert tokens.get_vocab() == load_tokenizer(source).get_vocab()
+    text = tmp_path / "text.txt"
+    text.write_text(f"{tiny_text.read_text(encoding='utf-8')[:2000]} <|endoftext|>", encoding="utf-8")
+    result = run_cli("eval", file, "--data", text, "--against", source, "--sequence-length", 32, "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["against"]["kl"] < 1e-6
+
+
 @pytest.mark.parametrize("family", sampled(("llama", "mistral", "qwen2", "qwen3", "granite"), ("llama", "qwen2")))
 def test_a_dense_file_is_an_input(run_cli: Any, dense: Callable[..., Path], tmp_path: Path, family: str) -> None:
     own = dense(family)
