@@ -45,11 +45,13 @@ class Upcycling(DenseOrigin):
         target: the family that was written.
         mixture: its shape, as `MoESpec.to_config` says it.
         granularity: pieces into which each copy of an FFN was cut.
+        whole: whether the experts are whole copies still, all pieces of one after the other.
     """
 
     target: str
     mixture: dict[str, object]
     granularity: int = 1
+    whole: bool = True
 
     @property
     def shared(self) -> str:

@@ -27,11 +27,11 @@ def _mixed(recipe: Mapping[str, object], count: int) -> Origins:
 
 def with_experts(checkpoint: Checkpoint, origins: Origins, top_k: int, *, copies: bool = True) -> Provenance:
     """The record of what was made of a checkpoint and has experts of these `origins`, `top_k` of them per token.
-    Without whole `copies` of an FFN it says nothing by which the model could be un-merged."""
-    upcycled = passed_on(checkpoint).upcycled if copies else None
+    Without whole `copies` of an FFN the model cannot be un-merged."""
+    upcycled = passed_on(checkpoint).upcycled
     if upcycled is not None:
         mixture = {**upcycled.mixture, "experts": len(origins), "top_k": top_k}
-        upcycled = upcycled.model_copy(update={"mixture": mixture})
+        upcycled = upcycled.model_copy(update={"mixture": mixture, "whole": upcycled.whole and copies})
     return Provenance(upcycled=upcycled, experts=origins if any(origins) else ())
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from moetool.checkpoint.manifest import Provenance
 from moetool.errors import VerificationError
 from moetool.job.job import Job, Source
+from moetool.job.origins import with_experts
 from moetool.job.result import Sizes
 from moetool.job.stage import Stage, StageOptionsT
-from moetool.job.writing import original_bytes, with_the_rest, write_checkpoint
+from moetool.job.writing import original_bytes, passed_on, with_the_rest, write_checkpoint
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.merging import layer_tensors
 from moetool.reduce.plan import CountedPlan, counted_config, lost_names
@@ -67,7 +68,7 @@ class Leaving(Stage[StageOptionsT]):
         seed: int = 0,
         provenance: Provenance | None = None,
     ) -> None:
-        """Write the checkpoint whose layers have the `chosen` experts."""
+        """Write the checkpoint whose layers have the `chosen` experts: others in each, unless `provenance` is given."""
         source, plan = self.source, self._output_plan
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
@@ -79,11 +80,19 @@ class Leaving(Stage[StageOptionsT]):
             plan,
             tensors,
             config=counted_config(source, plan.count, self.top_k),
-            provenance=provenance,
+            provenance=self._of_any_experts if provenance is None else provenance,
             calibration=told.calibration,
             layers=lambda: told.layers,
             seed=seed,
         )
+
+    @property
+    def _of_any_experts(self) -> Provenance:
+        """The record of a model whose layers lose different experts: a number is no longer one origin."""
+        source, upcycled = self.source, passed_on(self.source.checkpoint).upcycled
+        top_k = source.experts.shape.top_k if self.top_k is None else self.top_k
+        unknown = (None,) * self.fewer.kept
+        return with_experts(source.checkpoint, unknown, top_k, copies=upcycled is None or upcycled.granularity == 1)
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)

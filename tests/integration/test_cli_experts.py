@@ -428,7 +428,12 @@ def test_pieces_of_copies(run_cli: Any, upcycle: Any, models: list[Path], tmp_pa
     assert all(value.equal(tensors_of(models[0])[name]) for name, value in tensors_of(tmp_path / "dense").items())
     parts = run_cli("compress", fine, tmp_path / "parts", *DROP, "--drop", "2", "--json")
     assert "no longer whole" in parts.json["notes"][0]
-    assert provenance(tmp_path / "parts")["upcycled"] is None
+    refused = run_cli("export", tmp_path / "parts", tmp_path / "none", "--format", "dense")
+    assert refused.code == 3
+    assert "no longer whole" in refused.stderr
+    again = run_cli("compress", tmp_path / "parts", tmp_path / "fewer", *DROP, "--drop", "2")
+    assert again.code == 0, again.stderr  # which leaves 0, 1, 4 and 5, but that nobody knows any more
+    assert run_cli("export", tmp_path / "fewer", tmp_path / "none", "--format", "dense").code == 3
 
 
 def test_more_experts_per_token(run_cli: Any, mixed: Path, models: list[Path], tmp_path: Path, tokens: Tensor) -> None:

@@ -179,6 +179,45 @@ def test_an_moe_model_that_was_compressed_since(
             torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("method", ["reap", "m-smoe"])
+@pytest.mark.parametrize(("family", "options"), [("qwen2", ()), ("llama", ("--shared", "half")), ("gemma", ())])
+def test_an_moe_model_that_lost_experts_since(
+    run_cli: Any,
+    dense: Any,
+    upcycle: Any,
+    unmerge: Any,
+    tiny_text: Path,
+    tmp_path: Path,
+    method: str,
+    family: str,
+    options: Any,
+) -> None:
+    """Whichever each layer has lost: the dense model is of the family that it was, and one more can come as it came."""
+    source = dense(family)
+    text = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 64)
+    moe = upcycle(source, *FOUR, *options).path
+    result = run_cli("compress", moe, tmp_path / "fewer", "--method", method, "--ratio", 0.1, *text)
+    assert result.code == 0, result.stderr
+    after, before = tensors_of(unmerge(tmp_path / "fewer")), tensors_of(unmerge(moe))
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-7)
+    adding = ("--method", "add-expert", "--source", source)
+    result = run_cli("upcycle", tmp_path / "fewer", tmp_path / "more", *adding)
+    assert result.code == 0, result.stderr
+    assert not differing(unmerge(tmp_path / "more", "--expert", 3), unmerge(moe))
+
+
+def test_pieces_are_no_dense_model(run_cli: Any, dense: Any, upcycle: Any, tiny_text: Path, tmp_path: Path) -> None:
+    """A fourth of an FFN in a layer's place would be a model, and give nonsense."""
+    fine = upcycle(dense("llama"), *FOUR, "--method", "fine-grained", "--granularity", 4).path
+    text = ("--calibration", tiny_text, "--samples", 4, "--sequence-length", 64)
+    assert run_cli("compress", fine, tmp_path / "fewer", "--method", "reap", "--ratio", 0.1, *text).code == 0
+    result = run_cli("export", tmp_path / "fewer", tmp_path / "out", "--format", "dense", "--dry-run")
+    assert result.code == 3
+    assert "no longer whole" in result.stderr
+
+
 # -- MoE models that moetool did not make
 
 

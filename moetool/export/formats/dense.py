@@ -69,6 +69,11 @@ class ExportDense(Stage[ExportDenseOptions]):
     def _unmerging(self) -> Unmerging:
         source, dense, expert, upcycled = self.source, self._dense, self.options.expert, self._upcycled
         granularity = 1 if upcycled is None else upcycled.granularity
+        if upcycled is not None and not upcycled.whole:
+            raise InvalidInputError(
+                "Experts of this model are pieces of copies of an FFN, and pieces were taken out of it: its copies are "
+                "no longer whole, and no dense model can be made of them."
+            )
         count = source.experts.shape.experts // granularity
         if source.experts.shape.intermediate * granularity != dense.intermediate:
             raise InvalidInputError(
