@@ -80,7 +80,7 @@ class SavedBase(GivenBase):
         if missing := [layer for layer in experts.moe_layers if not base_path(directory, layer).exists()]:
             raise InvalidInputError(f"{directory} is not a complete base: no {base_path(directory, missing[0]).name}.")
         if not is_known_as(experts.checkpoint, read_manifest(directory).source_fingerprint):
-            raise InvalidInputError(f"{directory} is the base of another model than {experts.checkpoint.path}.")
+            raise InvalidInputError(f"{directory} is the base of another model than {experts.checkpoint.source}.")
         for layer in experts.moe_layers:
             path = base_path(directory, layer)
             try:
@@ -178,7 +178,7 @@ def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) 
     if experts.layouts:
         baseless = any(layout.is_baseless for layout in experts.layouts.values())
         raise UsageError(
-            f"{experts.checkpoint.path} is already "
+            f"{experts.checkpoint.source} is already "
             + (
                 "compressed, without a base: start from its source."
                 if baseless

@@ -14,8 +14,8 @@ def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: Tokeniz
     sizes = [whole_number(one.settings, "vocab_size") for one in (original, model)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise InvalidInputError(
-            f"{original.path} predicts {sizes[0]} tokens and {model.path} {sizes[1]}: models of different vocabularies "
-            "cannot be compared token by token."
+            f"{original.source} predicts {sizes[0]} tokens and {model.source} {sizes[1]}: models of different "
+            "vocabularies cannot be compared token by token."
         )
 
 
@@ -33,6 +33,6 @@ def check_same_tokens(original: Checkpoint, model: Checkpoint, tokenizer: Tokeni
     if theirs != ours:
         different = len(theirs.items() ^ ours.items())
         raise InvalidInputError(
-            f"The tokenizers of {original.path} and {model.path} differ in {different} entries: the same text is "
+            f"The tokenizers of {original.source} and {model.source} differ in {different} entries: the same text is "
             "other tokens to each, so neither predictions nor perplexities can be compared. Evaluate each by itself."
         )

@@ -100,8 +100,8 @@ def refuse_compressed(source: Source) -> None:
     """Raise `UsageError` for a model whose experts a method has stored already."""
     if source.experts.layouts:
         raise UsageError(
-            f"{source.checkpoint.path} is already a moetool checkpoint. Compress the model that it was made of, or "
-            f"write its experts back first: moetool export {source.checkpoint.path} NEW --format dense-experts."
+            f"{source.checkpoint.source} is already a moetool checkpoint. Compress the model that it was made of, or "
+            f"write its experts back first: moetool export {source.checkpoint.source} NEW --format dense-experts."
         )
 
 
@@ -122,7 +122,7 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
     """
     reader = source.experts
     if all(reader.layout(layer).is_native for layer in reader.moe_layers):
-        raise InvalidInputError(f"{source.checkpoint.path} has no shared base: run decompose on it first.")
+        raise InvalidInputError(f"{source.checkpoint.source} has no shared base: run decompose on it first.")
     layouts = {}
     for layer in reader.moe_layers:
         old = reader.layout(layer)

@@ -91,7 +91,7 @@ class Unmerging:
             apart = []
         if not apart or not all(part in there for part in apart):
             raise InvalidInputError(
-                f"{self._checkpoint.path} has no tensor {name} of shape {list(info.shape)}: it does not hold this "
+                f"{self._checkpoint.source} has no tensor {name} of shape {list(info.shape)}: it does not hold this "
                 "dense model."
             )
         return there[apart[0]].dtype, [partial(self._checkpoint.blocks, part) for part in apart]

@@ -274,7 +274,7 @@ def refuse_shared_expert(source: Source, stage: str) -> None:
     """Raise `InvalidInputError` for a checkpoint whose shared experts are on the base, where a stage cannot do that."""
     if joined_names(source):
         raise InvalidInputError(
-            f"{source.checkpoint.path} has its shared experts stored on the base; {stage} works on routed ones only. "
+            f"{source.checkpoint.source} has its shared experts stored on the base; {stage} works on routed ones only. "
             "Decompose without --shared-expert, or use quantize-delta or sparsify-delta."
         )
 

@@ -157,10 +157,10 @@ def _check_room(original: Checkpoint, predictions: int, dtype: torch.dtype, plac
     vocabulary = whole_number(original.settings, "vocab_size") or 0
     needed = predictions * vocabulary * dtype.itemsize
     size, free = format_bytes(needed), shutil.disk_usage(place).free
-    progress.log(f"Both models do not fit in memory: the logits of {original.path} wait in {place}, {size}.")
+    progress.log(f"Both models do not fit in memory: the logits of {original.source} wait in {place}, {size}.")
     if needed > free:
         raise ResourceError(
-            f"The logits of {original.path} take {size} of disk in {place}, which has {format_bytes(free)} free. "
+            f"The logits of {original.source} take {size} of disk in {place}, which has {format_bytes(free)} free. "
             "Evaluate fewer windows (--windows), or set TMPDIR to a place with room."
         )
 

@@ -265,8 +265,8 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             return
         if self._original.fingerprint() not in {origin.source_fingerprint for origin in manifest.origins}:
             job.progress.log(
-                f"{self._original.path} is not what {source.path} was made of, by its {len(manifest.origins)} recorded "
-                "steps: it is repaired towards another model of the same shape."
+                f"{self._original.source} is not what {source.source} was made of, by its {len(manifest.origins)} "
+                "recorded steps: it is repaired towards another model of the same shape."
             )
 
     def _write(self, job: Job[RepairedSource], model: "PreTrainedModel", texts: Texts) -> None:
@@ -308,6 +308,7 @@ def _check_kin(original: Checkpoint, model: Checkpoint) -> None:
         mine, other = ours.get(key), theirs.get(key)
         if mine is not None and other is not None and mine != other:
             raise InvalidInputError(
-                f"{model.path} has {key} {mine}, and --to {original.path} has {other}: it was not made of that. Name "
-                f"the model that it was compressed from ({format_bytes(original.weight_bytes)} is what this one takes)."
+                f"{model.source} has {key} {mine}, and --to {original.source} has {other}: it was not made of that. "
+                f"Name the model that it was compressed from ({format_bytes(original.weight_bytes)} is what this one "
+                "takes)."
             )

@@ -40,8 +40,8 @@ class MoefiedSource:
         _refuse_encoder(checkpoint)
         if spec.at_work == spec.experts:
             raise InvalidInputError(
-                f"{checkpoint.path} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to be "
-                "learnt back. Moefy with a smaller --keep."
+                f"{checkpoint.source} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to "
+                "be learnt back. Moefy with a smaller --keep."
             )
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
@@ -75,8 +75,8 @@ def source_before(source: Input) -> RepairedSource:
 def _refuse_encoder(checkpoint: Checkpoint) -> None:
     if is_encoder(checkpoint.config):
         raise InvalidInputError(
-            f"{checkpoint.path} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of the "
-            "next token."
+            f"{checkpoint.source} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of "
+            "the next token."
         )
 
 
@@ -233,7 +233,7 @@ class MoefiedStudent(Student):
     @cached_property
     def _dense(self) -> DenseModel:
         if custom_module(self.original.config) is not None:
-            raise InvalidInputError(f"--to {self.original.path} is no dense model, which this one was made of.")
+            raise InvalidInputError(f"--to {self.original.source} is no dense model, which this one was made of.")
         return DenseModel(self.original)
 
     @cached_property

@@ -90,7 +90,7 @@ def check_memory(
         if dtype == torch.float32:
             ways.insert(0, "compute in 16 bits (--compute-dtype bfloat16)")
         raise ResourceError(
-            f"Loading {checkpoint.path} as {form} needs about {format_bytes(memory.needed)} of memory, its files are "
+            f"Loading {checkpoint.source} as {form} needs about {format_bytes(memory.needed)} of memory, its files are "
             f"{format_bytes(checkpoint.weight_bytes)}; {format_bytes(memory.free)} are free {where}. Free some, "
             f"{', or '.join(ways)}."
         )
@@ -143,7 +143,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         _refuse_experts(checkpoint)
         reason = " ".join(str(error).split())[:300]
-        raise InvalidInputError(f"transformers cannot load {checkpoint.path}: {reason}") from error
+        raise InvalidInputError(f"transformers cannot load {checkpoint.source}: {reason}") from error
     refuse_loaded(checkpoint, told)
     _forget_aliases(model, renamed)
     run_experts_of_any_width(model)
@@ -222,7 +222,7 @@ def refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
         refuse_other_head(checkpoint)
         _refuse_experts(checkpoint)
         raise InvalidInputError(
-            f"{checkpoint.path} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
+            f"{checkpoint.source} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
             "Results would be wrong; refusing. Download it again, or give its tensors the names of its family."
         )
 
@@ -231,7 +231,7 @@ def refuse_other_head(checkpoint: Checkpoint) -> None:
     """Raise `InvalidInputError` for an encoder whose files have the head of a task, not that of hidden words."""
     if (head := head_of_a_task(checkpoint.config)) is not None:
         raise InvalidInputError(
-            f"{checkpoint.path} is a {head}: it has the head of a task where one is needed that finds hidden words. "
+            f"{checkpoint.source} is a {head}: it has the head of a task where one is needed that finds hidden words. "
             "Give the masked language model that it was trained from; what moefy makes of that can be given any head."
         )
 

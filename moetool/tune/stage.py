@@ -62,7 +62,7 @@ class AnySource:
                     check_dtype(f"The numbers of {name}", info.dtype)
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
-            raise InvalidInputError(f"{checkpoint.path} is an encoder ({kind}); tune trains causal language models.")
+            raise InvalidInputError(f"{checkpoint.source} is an encoder ({kind}); tune trains causal language models.")
         check_predicts(checkpoint.config)
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
@@ -323,5 +323,5 @@ class Tune(Stage[TuneOptions, AnySource]):
         gone = [name for name in source.tensors if name not in made.tensors and "inv_freq" not in name]
         lost = [name for name in gone if not name.endswith(closed)]
         if lost:
-            raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.path}, the first {lost[0]}.")
+            raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.source}, the first {lost[0]}.")
         return Sizes(source.weight_bytes, made.weight_bytes)

@@ -61,7 +61,7 @@ class Contributed:
 
     @property
     def _place(self) -> str:
-        return str(self._source.checkpoint.path)
+        return self._source.checkpoint.source
 
     def _target_of_moe(self) -> Target:
         """The family that the MoE model is of, as what upcycling writes."""

@@ -343,7 +343,7 @@ def factor_plan(
             reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
             raise UsageError(
                 f"{options.target_option} is of the {format_bytes(original)} that the model had before anything was "
-                f"compressed: the result would have {format_bytes(output)}, {checkpoint.path} has "
+                f"compressed: the result would have {format_bytes(output)}, {checkpoint.source} has "
                 f"{format_bytes(checkpoint.weight_bytes)}. Give a ratio above {reached:g}."
             )
         if options.trim:

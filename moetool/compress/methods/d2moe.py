@@ -102,7 +102,7 @@ class D2MoE(Stage[D2MoEOptions]):
         reader = source.experts
         if reader.layouts:
             raise UsageError(
-                f"{source.checkpoint.path} is already a moetool checkpoint. compress starts from an ordinary one; "
+                f"{source.checkpoint.source} is already a moetool checkpoint. compress starts from an ordinary one; "
                 "svd-compress and prune-base go on from what is there."
             )
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)

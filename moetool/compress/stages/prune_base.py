@@ -85,7 +85,7 @@ class PruneBase(Stage[PruneBaseOptions]):
                 f"--ratio {self.options.ratio:g} of {reader.shape.intermediate} channels is not one channel."
             )
         if not layouts:
-            raise InvalidInputError(f"{self.source.checkpoint.path} has no shared base: run decompose on it first.")
+            raise InvalidInputError(f"{self.source.checkpoint.source} has no shared base: run decompose on it first.")
         return OutputPlan(self.source, layouts, self.options.shard_size)
 
     @property

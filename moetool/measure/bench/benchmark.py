@@ -73,7 +73,7 @@ def _check_decoders(checkpoints: Sequence[Checkpoint], options: BenchOptions) ->
     for checkpoint in checkpoints:
         if options.new_tokens and is_encoder(checkpoint.config):
             raise UsageError(
-                f"{checkpoint.path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing. "
+                f"{checkpoint.source} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing. "
                 "--new-tokens 0 times its pass over a text alone."
             )
 
@@ -89,7 +89,7 @@ def _check_memory(checkpoints: Sequence[Checkpoint], options: BenchOptions) -> N
         needed[0] = 0  # what it takes is asked for when its files are mapped
     if sum(needed) > free:
         each = " and ".join(
-            f"{format_bytes(size)} for {own.path}" for size, own in zip(needed, checkpoints, strict=True)
+            f"{format_bytes(size)} for {own.source}" for size, own in zip(needed, checkpoints, strict=True)
         )
         alone = " Without --against one is loaded at a time." if len(needed) > 1 else ""
         raise ResourceError(

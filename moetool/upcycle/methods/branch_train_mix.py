@@ -125,26 +125,26 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         own, other = self.source.checkpoint, checkpoint
         if surplus := sorted(name for name in set(other.tensors) - set(own.tensors) if not self._is_optional(name)):
             raise InvalidInputError(
-                f"{name} has a tensor {surplus[0]}, which {own.path} has not: they cannot be mixed."
+                f"{name} has a tensor {surplus[0]}, which {own.source} has not: they cannot be mixed."
             )
         for tensor, info in own.tensors.items():
             if tensor not in other.tensors and self._is_optional(tensor):
                 continue
             if tensor not in other.tensors:
-                raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.path} has: they cannot be mixed.")
+                raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.source} has: they cannot be mixed.")
             if (found := other.tensors[tensor].shape) != info.shape:
                 by_token = "embed" in tensor or "lm_head" in tensor
                 kind = "vocabularies" if by_token and found[0] != info.shape[0] else "shapes"
                 raise InvalidInputError(
                     f"Sources of different {kind} cannot be mixed: {tensor} has shape {list(found)} in {name} and "
-                    f"{list(info.shape)} in {own.path}."
+                    f"{list(info.shape)} in {own.source}."
                 )
         model = DenseModel(other)
         for key in _COMMON:
             mine, theirs = getattr(self.dense.config, key, None), getattr(model.config, key, None)
             if mine != theirs:
                 raise InvalidInputError(
-                    f"{name} has {key} {theirs!r} and {own.path} has {mine!r}: as parts of one model, one of them "
+                    f"{name} has {key} {theirs!r} and {own.source} has {mine!r}: as parts of one model, one of them "
                     "would compute something else. Take sources of one kind, or write another INPUT's config."
                 )
         return model
@@ -236,7 +236,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
     def run(self, job: Job[DenseSource]) -> ConversionResult:
         for index in job.share("merge", dict.fromkeys(self._adapters, 1.0)):
             adapter, merged = self._adapters[index], self._merged(job, index)
-            job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.path}.")
+            job.progress.log(f"Merging the adapter {adapter} into {self.source.checkpoint.source}.")
             merge_adapter(adapter, self.source.checkpoint, merged)
             job.finish(f"merge/{index}", made=[path for path in merged.rglob("*") if path.is_file()])
         for index, adapter in self._adapters.items():
