@@ -1,4 +1,4 @@
-"""Error messages for directories that lack a config or weights and so are no checkpoint."""
+"""Error messages for directories that lack a config or weights, or have an adapter, and so are no checkpoint."""
 
 import json
 import shlex
@@ -34,8 +34,19 @@ def _adapter_alone(path: Path) -> str:
     )
 
 
+def with_adapter(path: Path) -> str:
+    """Why a model cannot be taken that has an adapter beside it, and what to do about it."""
+    return (
+        f"{path} is a model with an adapter beside it ({ADAPTER}), which transformers would apply while it loads the "
+        f"model, and moetool does not read. Merge it (peft: merge_and_unload), or move {ADAPTER} elsewhere if the "
+        "model is meant without it or has it in its weights."
+    )
+
+
 def without_weights(path: Path) -> str:
     """Why a directory has no weights that can be read, and what to do about it, in sentences."""
+    if (path / ADAPTER).exists():
+        return _adapter_alone(path)
     names = sorted(file.name for file in path.iterdir())
     if shards := [name for name in names if UNFINISHED.fullmatch(name)]:
         return (

@@ -14,8 +14,8 @@ from torch import Tensor
 from moetool.architectures import aliases, with_root
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
-from moetool.checkpoint.missing import without_config, without_weights
-from moetool.checkpoint.names import CONFIG, INDEX, SINGLE, WEIGHTS, sidecars_in
+from moetool.checkpoint.missing import with_adapter, without_config, without_weights
+from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
@@ -89,6 +89,8 @@ class Checkpoint:
         path = resolve_source(source)
         config_bytes, config = read_config(path)
         files, weight_map = _weight_files(path)
+        if (path / ADAPTER).exists():
+            raise InvalidInputError(with_adapter(path))
         tensors: dict[str, TensorInfo] = {}
         headers = [read_header(file) for file in files]
         for header in headers:

@@ -152,7 +152,7 @@ def check_countable(source: Source, *, custom: bool = False) -> None:
     is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
     if "quantization_config" in config and not is_ordinary:
         raise UsageError(
-            f"{source.checkpoint.path} is a moetool checkpoint. The number of experts is changed in an ordinary one: "
+            f"{source.checkpoint.source} is a moetool checkpoint. The number of experts is changed in an ordinary one: "
             "export --format dense-experts writes it, if it was compressed."
         )
     for layer in reader.moe_layers:
@@ -222,6 +222,8 @@ def limits(source: Source) -> str:
     """Sentence that says why a layer cannot have fewer experts."""
     shape = source.experts.shape
     groups, chosen = source.architecture.groups
+    if groups == 1 and shape.top_k == 1:
+        return f"A router needs two of {shape.experts} experts at least."
     if groups == 1:
         return f"The router takes {shape.top_k} of {shape.experts} experts for every token."
     return (

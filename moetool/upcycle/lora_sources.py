@@ -10,7 +10,7 @@ import torch
 
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.header import read_header
-from moetool.checkpoint.names import ADAPTER, CONFIG
+from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, SINGLE
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.checkpoint.reader import Checkpoint, read_object
 from moetool.checkpoint.source import resolve_source
@@ -73,7 +73,8 @@ def open_adapter(source: str) -> Path | None:
     path = resolve_source(source, weights=False)
     if not (path / CONFIG).exists() and not (path / ADAPTER).exists():
         path = resolve_source(source)  # on the hub, where an adapter has no config.json to begin with
-    if (path / CONFIG).exists() or not (path / ADAPTER).exists():
+    is_model = (path / CONFIG).exists() and any((path / name).exists() for name in (SINGLE, INDEX))
+    if is_model or not (path / ADAPTER).exists():
         return None
     kind = read_object(path / ADAPTER, lambda: f"{path} has no {ADAPTER}.")[1].get("peft_type")
     if not (path / _WEIGHTS).exists():

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -115,6 +116,28 @@ def test_an_adapter_in_the_place_of_a_model(
     broken = copy_of(adapter, tmp_path / "broken")
     (broken / "adapter_config.json").write_text("[")
     assert f"{broken} is an adapter of another model" in run_cli("inspect", broken).stderr
+
+
+@merges
+def test_an_adapter_beside_a_model_or_its_config(
+    run_cli: Any, adapter: Path, models: list[Path], tmp_path: Path, tiny_text: Path
+) -> None:
+    """transformers would run the first with the adapter and other code reads it without. The second is no model, though
+    some trainers write it a config."""
+    both, alone = (copy_of(path, tmp_path / path.name) for path in (models[0], adapter))
+    shutil.copy(models[0] / "config.json", alone)
+    for file in adapter.glob("adapter*"):
+        shutil.copy(file, both)
+    for command in (("eval", both, "--data", tiny_text), ("upcycle", both, tmp_path / "out"), ("report", both)):
+        result = run_cli(*command)
+        assert result.code == 3, result.stderr
+        assert "with an adapter beside it" in result.stderr
+    assert f"is an adapter of {models[0]}, not a model" in run_cli("inspect", alone).stderr
+    for name, source in (("with", adapter), ("config", alone)):
+        result = run_cli("upcycle", models[0], tmp_path / name, *MIX, "--source", models[0], "--source", source)
+        assert result.code == 0, result.stderr
+    assert tensors_of(tmp_path / "with").keys() == tensors_of(tmp_path / "config").keys()
+    assert same(tensors_of(tmp_path / "with"), tensors_of(tmp_path / "config"))
 
 
 @pytest.fixture(scope="module")
