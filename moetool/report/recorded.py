@@ -57,6 +57,21 @@ class RecordedRun(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedEvaluated(Printed):
+    """What `eval` of several models, or of tasks, says of one model: its scores of tasks are left out."""
+
+    model: str
+    text: Evaluation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEvaluations(Printed):
+    """Result of `eval` of several models, or of tasks."""
+
+    models: Sequence[RecordedEvaluated]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedResults(Printed):
     """Results that other commands have written, read from the files of `--results` in their order."""
 
@@ -109,6 +124,9 @@ def read_recorded(names: str) -> RecordedResults:
             runs.append(_as(RecordedRun, content, path, "--results "))
         elif "perplexity" in content and "nll" in content:
             evaluations.append(_as(Evaluation, content, path, "--results "))
+        elif "models" in content:
+            several = _as(RecordedEvaluations, content, path, "--results ").models
+            evaluations += [found.text for found in several if found.text is not None]
         elif "data" in content and "begin" in content:
             routings.append(_as(RoutingResult, content, path, "--results "))
         else:

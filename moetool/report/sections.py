@@ -41,7 +41,8 @@ def best_evaluation(report: Report) -> Evaluation | None:
     """The evaluation measured now, or else the last one recorded of this model; `None` if there is neither."""
     if report.evaluation is not None or report.recorded is None:
         return report.evaluation
-    own = [found for found in report.recorded.evaluations if found.model == report.model]
+    place = Path(report.model).resolve()
+    own = [found for found in report.recorded.evaluations if Path(found.model).resolve() == place]
     return own[-1] if own else None
 
 

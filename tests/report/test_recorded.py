@@ -25,6 +25,18 @@ def test_results_are_told_apart(tmp_path: Path) -> None:
     assert found.evaluations == []
 
 
+def test_evaluations_of_several_models(tmp_path: Path) -> None:
+    """Each by itself; of one that only answered tasks there is nothing."""
+    synthesis = {"reason": "", "needed_bytes": 0, "free_bytes": 0}
+    text = {"data": "t", "perplexity": 2.0, "nll": 0.7, "windows": 1, "tokens": 9, "sequence_length": 9, "begin": None}
+    how = {"protocol": "perplexity", "synthesized": "load", "synthesis": synthesis, "batch_rows": 1, "texts": []}
+    texts = [{"model": name, "depends_on_batch": False, **text, **how} for name in "ab"]
+    told = [{"model": own["model"], "fingerprint": "", "text": own} for own in texts]
+    answered = {"model": "c", "fingerprint": "", "tasks": {"scores": []}}
+    (tmp_path / "eval.json").write_text(json.dumps({"schema_version": 1, "models": [*told, answered]}))
+    assert [found.model for found in read_recorded(str(tmp_path / "eval.json")).evaluations] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
