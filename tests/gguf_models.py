@@ -104,8 +104,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_YARN, "attention_factor": 1.3, "mscale_all_dim": 1.0},
     },
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_hidden_layers": 27},
-    "deepseek_v32": {"index_topk": 64, "index_head_dim": 128},
-    "glm_moe_dsa": {"index_topk": 64, "index_head_dim": 128},
+    "deepseek_v32": {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 64},
+    "glm_moe_dsa": {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 64},
     "glm4_moe_lite": _LATENT,
     "glm5_next": {
         "n_routed_experts": 16,

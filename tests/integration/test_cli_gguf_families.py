@@ -133,7 +133,7 @@ def test_llama_cpp_chooses_the_same_blocks_of_a_text(run_cli: Any, model: Any, t
 def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, tiny_text: Path, name: str) -> None:
     """Also of layers without experts or attention; what nothing is known of the inputs of has the nearest codes."""
     text = "--calibration", tiny_text, "--samples", 2, "--sequence-length", 32
-    result = export(run_cli, model(name), tmp_path / "out", *text, "--target-bpw", 9)
+    result = export(run_cli, model(name), tmp_path / "out", *text, "--target-bpw", 9.5)
     assert result.code == 0, result.stderr
     types = {
         tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors
@@ -187,6 +187,8 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("deepseek_v4", {"compress_rate_csa": 8}, "compress_rates"),
         ("deepseek_v4", {"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "mlp_layer_types"),
         ("deepseek_v4", {"index_head_dim": 48}, "index_head_dim"),
+        ("deepseek_v32", {"index_head_dim": 32}, "index_head_dim"),
+        ("glm_moe_dsa", {"index_head_dim": 96}, "index_head_dim"),
         ("deepseek_v4", {"scoring_func": "sigmoid"}, "scoring_func"),
         ("deepseek_v4", {"swiglu_limit": 0.0}, "swiglu_limit"),
         ("deepseek_v4", {"hc_mult": 2}, "hc_mult"),

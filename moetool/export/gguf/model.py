@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,9 +39,6 @@ from moetool.format.gguf.words import (
 )
 from moetool.format.kinds import custom_module
 from moetool.runtime.dense import DenseModel
-
-if TYPE_CHECKING:
-    pass
 
 _COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|slope_rate|(query|key|diagonal)_decay)$")
 _FURTHER = re.compile(r"((language_)?model\.)*mtp[._]")  # layers that predict further tokens

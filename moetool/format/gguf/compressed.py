@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moetool.architectures.shape import ROLES
 from moetool.format.gguf.family import GgufFamily, nearest
-from moetool.format.gguf.routing import N_SHARED, SCALED, SIGMOID_RENORMALIZED
+from moetool.format.gguf.routing import INDEXER_COUNTS, N_SHARED, SCALED, SIGMOID_RENORMALIZED, other_indexer
 from moetool.format.gguf.words import EXPERT_WIDTH, GATING, HEAD, SHARED_EXPERT
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def _other_deepseek_v4(config: "PreTrainedConfig") -> str | None:
         return "some of its layers choose among what 4 tokens each are compressed into (layer_types); it runs no others"
     if any(_RATIOS[kind] != rate for kind, rate in config.compress_rates.items() if kind in kinds):
         return "it compresses 4 or 128 tokens into one (compress_rates)"
-    if config.index_head_dim < 64 or config.index_head_dim & (config.index_head_dim - 1):
-        return "heads of its indexers are 64, 128, 256, … channels wide (index_head_dim)"
+    if (reason := other_indexer(config)) is not None:
+        return reason
     if config.swiglu_limit <= 0:
         return "a limit of 0 is none (swiglu_limit)"
     main, compress = (config.rope_parameters[kind] for kind in ("main", "compress"))
@@ -113,9 +113,7 @@ _DEEPSEEK_V4 = GgufFamily(
         "q_lora_rank": "attention.q_lora_rank",
         "o_groups": "attention.output_group_count",
         "o_lora_rank": "attention.output_lora_rank",
-        "index_n_heads": "attention.indexer.head_count",
-        "index_head_dim": "attention.indexer.key_length",
-        "index_topk": "attention.indexer.top_k",
+        **INDEXER_COUNTS,
         "hc_mult": "hyper_connection.count",
         "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
     },

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moetool.format.gguf.family import Change, Config, GgufFamily, nearest, whole_numbers
-from moetool.format.gguf.routing import N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED
+from moetool.format.gguf.routing import INDEXER_COUNTS, N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED, other_indexer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -90,13 +90,9 @@ DEEPSEEK_V32 = replace(
         "self_attn.indexer.wk.weight": nearest("indexer.attn_k.weight"),
         "self_attn.indexer.weights_proj.weight": nearest("indexer.proj.weight"),
     },
-    counts={
-        **LATENT_COUNTS,
-        "index_n_heads": "attention.indexer.head_count",
-        "index_head_dim": "attention.indexer.key_length",
-        "index_topk": "attention.indexer.top_k",
-    },
+    counts={**LATENT_COUNTS, **INDEXER_COUNTS},
     computes=UNBIASED,
+    objection=other_indexer,
 )
 OF_LATENT: tuple[GgufFamily, ...] = (
     _DEEPSEEK_V3,

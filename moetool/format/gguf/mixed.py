@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moetool.format.gguf.family import Change, Config, GgufFamily, beside, nearest, whole_numbers, without_experts
 from moetool.format.gguf.latent import LATENT, LATENT_COUNTS, LATENT_NAMES
-from moetool.format.gguf.routing import RENORMALIZED, ROUTED_AS_DEEPSEEK, UNBIASED
+from moetool.format.gguf.recurrent import changed, decay, logarithm
+from moetool.format.gguf.routing import INDEXER_COUNTS, RENORMALIZED, ROUTED_AS_DEEPSEEK, UNBIASED, other_indexer
 from moetool.format.gguf.words import halved, interleaved
 
 if TYPE_CHECKING:
@@ -31,14 +32,6 @@ _OF_WINDOWS = {
     "qk_nope_head_dim",
     "v_head_dim",
 }
-
-
-def _decay(_: Config, logarithm: Tensor) -> list[Tensor]:
-    return [-logarithm.float().exp()]
-
-
-def _logarithm(_: Config, decay: Sequence[Tensor]) -> Tensor:
-    return (-decay[0]).log()
 
 
 def _other_kimi(config: "PreTrainedConfig") -> str | None:
@@ -85,7 +78,7 @@ _KIMI_LINEAR = replace(
     },
     modules={"self_attn.f_": "self_attn.forget_gate.f_", "block_sparse_moe.": "mlp."},
     dense={**without_experts("mlp"), **without_experts("block_sparse_moe")},
-    changes={**LATENT, "self_attn.A_log": Change(("ssm_a",), _decay, _logarithm)},
+    changes={**LATENT, "self_attn.A_log": changed("ssm_a", decay, logarithm)},
     counts={**LATENT_COUNTS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
     flags={},
     computes={**RENORMALIZED, **UNBIASED, "q_lora_rank": (None,)},
@@ -134,8 +127,8 @@ def _other_dots(config: "PreTrainedConfig") -> str | None:
         return f"{key} is the same in all layers"
     if config.shared_experts_intermediate_size != config.moe_intermediate_size:
         return "a shared expert is as wide as the others (shared_experts_intermediate_size)"
-    if config.index_head_dim < 64 or config.index_head_dim & (config.index_head_dim - 1):
-        return "heads of its indexers are 64, 128, 256, … channels wide (index_head_dim)"
+    if (reason := other_indexer(config)) is not None:
+        return reason
     if {rope.get("rope_type") for rope in config.rope_parameters.values()} != {"default"}:
         return "it turns all layers alike for long texts (rope_parameters), and multiplies no scores"
     return None
@@ -164,12 +157,7 @@ _DOTS3 = replace(
         "self_attn.indexer.weights_proj.weight": nearest("indexer.proj.weight"),
         **{f"self_attn.indexer.k_norm.{part}": _of_indexer(f"indexer.k_norm.{part}") for part in ("weight", "bias")},
     },
-    counts={
-        **LATENT_COUNTS,
-        "index_n_heads": "attention.indexer.head_count",
-        "index_head_dim": "attention.indexer.key_length",
-        "index_topk": "attention.indexer.top_k",
-    },
+    counts={**LATENT_COUNTS, **INDEXER_COUNTS},
     computes={**UNBIASED, "mlp_bias": (False,)},
     objection=_other_dots,
 )

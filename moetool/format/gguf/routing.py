@@ -1,9 +1,13 @@
 """What many families share: how a router weighs experts, entries and names in words of `config.json` and of GGUF."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import ATTENTION, GgufFamily
 from moetool.format.gguf.words import EXPERT_WIDTH, GATING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Attention modules with biases, and an entry that says that none has one.
 INNER_BIASES = ("q_proj", "k_proj", "v_proj")
@@ -31,6 +35,12 @@ GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+# What chooses the places of a text that attention sees (DeepSeek's indexer).
+INDEXER_COUNTS = {
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}
 POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 
 # A family without names of its own yet, whose layers choose experts as DeepSeek-V3's do.
@@ -48,3 +58,10 @@ ROUTED_AS_DEEPSEEK = GgufFamily(
     flags=IF_RENORMALIZED,
     fixed=SIGMOID,
 )
+
+
+def other_indexer(config: "PreTrainedConfig") -> str | None:
+    """Why llama.cpp, whose indexers turn queries and keys by a Hadamard matrix, computes other ones; `None` if not."""
+    if config.index_head_dim < 64 or config.index_head_dim & (config.index_head_dim - 1):
+        return "heads of its indexers are 64, 128, 256, … channels wide (index_head_dim)"
+    return None
