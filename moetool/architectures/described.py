@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 _PROBE = 7  # tokens of a vocabulary that no model has
+_BEFORE = "language_config"  # key of a language model's config in files from before transformers had their classes
 
 
 def empty_model_of(config: Mapping[str, object]) -> "PreTrainedModel":
@@ -88,18 +89,27 @@ def check_language_is_there(config: Mapping[str, object]) -> None:
 
 
 def _check_language_is_there(config: Mapping[str, object], described: "PreTrainedConfig") -> None:
-    if (key := language_key(described)) is not None and not config.get(key) and not _has_language_beside(described):
+    key = _language_key_in(config, described)
+    if key is not None and not config.get(key) and not _takes(described, vocab_size=_PROBE):  # beside it, as in dots3's
         raise InvalidInputError(
             f"config.json of this {config.get('model_type')} model has no {key}, which says what its language model "
             "is. Download it again."
         )
 
 
-def _has_language_beside(described: "PreTrainedConfig") -> bool:
-    """Whether transformers takes entries of a config that lie beside its parts as its language model's, as in files of
-    dots3."""
+def _language_key_in(config: Mapping[str, object], described: "PreTrainedConfig") -> str | None:
+    """The key of a `config.json` under which that of its language model lies, as `language_key`, or the one that files
+    had before, as that of Unlimited-OCR, where transformers takes it."""
+    key = language_key(described)
+    if key is None or config.get(key) or not config.get(_BEFORE):
+        return key
+    return _BEFORE if _takes(described, **{_BEFORE: {"vocab_size": _PROBE}}) else key
+
+
+def _takes(described: "PreTrainedConfig", **entries: object) -> bool:
+    """Whether transformers makes a language model of `_PROBE` tokens of these entries of a config of this class."""
     with contextlib.suppress(Exception):  # each class refuses numbers in its own way
-        return bool(type(described)(vocab_size=_PROBE).get_text_config().vocab_size == _PROBE)
+        return bool(type(described)(**entries).get_text_config().vocab_size == _PROBE)
     return False
 
 
@@ -127,13 +137,13 @@ def language_entries(config: Mapping[str, object]) -> Mapping[str, object]:
     Raises:
         InvalidInputError: transformers refuses an entry, or does not know the `model_type`.
     """
-    inner = config.get(language_key(_read(config)) or "")
+    inner = config.get(_language_key_in(config, _read(config)) or "")
     return inner if isinstance(inner, Mapping) else config
 
 
 def with_language_entries(config: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a `config.json` with some entries of its language model replaced. Raises as `language_entries`."""
-    key = language_key(_read(config))
+    key = _language_key_in(config, _read(config))
     if key is None or not config.get(key):
         return {**config, **changes}
     return {**config, key: {**language_entries(config), **changes}}
