@@ -204,6 +204,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {},
     "qwen3_5_moe": {},
     "glm4v_moe": {},
+    "deepseek_ocr2": {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-3},
+    "unlimited_ocr": {"sliding_window": 16, "num_experts_per_tok": 3},
     "cohere2_moe": {
         "intermediate_size": 24,
         "prefix_dense_intermediate_size": 64,

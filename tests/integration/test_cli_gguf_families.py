@@ -170,6 +170,16 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
     [
         ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}, "groups"),
         ("deepseek_v2", {"num_hidden_layers": 3}, "q_lora_rank"),
+        ("deepseek_ocr2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}, "groups"),
+        ("deepseek_ocr2", {"rope_parameters": {**TURNED, "rope_theta": 5e4}}, "rope_parameters"),
+        ("deepseek_ocr2", {"rope_parameters": YARN}, "rope_parameters"),
+        ("deepseek_ocr2", {"num_key_value_heads": 2}, "heads of keys"),
+        ("deepseek_ocr2", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
+        ("deepseek_ocr2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek_ocr2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("unlimited_ocr", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("unlimited_ocr", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("unlimited_ocr", {"attention_bias": True}, "attention_bias"),
         ("afmoe", {"layer_types": [WINDOW, WHOLE] * 2, "global_attn_every_n_layers": 2}, "every 4th layer"),
         ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts"),
         ("lfm2_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor"),
@@ -325,6 +335,13 @@ def as_published(path: Path) -> None:
         text = config.pop("text_config")
         (path / "config.json").write_text(json.dumps({**text, **config}))
         return
+    if config["model_type"] == "unlimited_ocr":
+        text = config.pop("text_config")
+        dense = text.pop("mlp_layer_types").count("dense")
+        window = {key: text.pop(key) for key in ("layer_types", "sliding_window")}["sliding_window"]
+        text |= {"first_k_dense_replace": dense, "use_mla": False}
+        (path / "config.json").write_text(json.dumps({**config, "language_config": text, "sliding_window": window}))
+        return
     kinds = [key for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads") if key in config]
     layers = {key: config.pop(key) for key in (*kinds, "linear_conv_kernel_dim")}
     kda, full = (
@@ -351,7 +368,7 @@ def as_published(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "dots3_note"])
+@pytest.mark.parametrize("name", ["kimi_linear", "dots3_note", "unlimited_ocr"])
 def test_published_configs_give_the_same_file(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     source = copy_of(model(name), tmp_path / "source")
     as_published(source)
@@ -424,6 +441,20 @@ def test_more_tokens_than_pointed_out_are_a_note(run_cli: Any, model: Made, tmp_
     """llama.cpp takes as many tokens, of whole blocks or not, as the most that transformers takes."""
     assert "up to 3 tokens more" in export(run_cli, model("qwen4_exp_text"), tmp_path / "blocks").stderr
     assert "longer texts" not in export(run_cli, model("qwen4_exp_text-sparse"), tmp_path / "single").stderr
+
+
+def test_a_window_of_answers_is_a_note(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """llama.cpp attends to all of an answer; the window is in the file, as its own converter has it."""
+    whole = model("unlimited_ocr", layer_types=[WHOLE] * 3)
+    for number, (source, window) in enumerate(((model("unlimited_ocr"), 16), (whole, None))):
+        result = export(run_cli, source, tmp_path / str(number), "--type", "f32")
+        assert ("the last 16 tokens" in result.stderr) == (window is not None)
+        assert "--context-shift" in result.stderr
+        assert "longer texts" not in result.stderr
+        field = gguf.GGUFReader(tmp_path / str(number) / "model.gguf").get_field(
+            "deepseek2-ocr.attention.sliding_window"
+        )
+        assert (field and field.contents()) == window
 
 
 def test_heads_of_queries_may_differ_by_layer(run_cli: Any, model: Any, tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ class GgufSource(GgufFacts):
         layers = self.layer_prefix(0).removesuffix("0.")
         if name.startswith(layers) and (number := name.removeprefix(layers).partition(".")[0]).isdecimal():
             return int(number) >= self.layers
-        is_seen = self.is_within and name != self.head_name and not name.startswith(under(self.moe, "model."))
-        return is_seen or _FURTHER.match(name) is not None
+        is_own = name.startswith(under(self.moe, "model.")) and not name.startswith(self.family.around)
+        return (self.is_within and name != self.head_name and not is_own) or _FURTHER.match(name) is not None
 
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
         """Tensors of the file that one of the checkpoint becomes."""

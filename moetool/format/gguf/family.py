@@ -156,6 +156,7 @@ class GgufFamily:
         of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
         constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
         joined: beginnings of the names of tensors of a layer that a file has one below the other, outside of layers.
+        around: beginnings of the names of tensors that lie beside the language model's own and are of no part of it.
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
@@ -223,6 +224,7 @@ class GgufFamily:
     of_whole: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, str] = field(default_factory=dict)
+    around: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

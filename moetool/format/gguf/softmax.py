@@ -1,5 +1,6 @@
 """Dense families, and those whose router weighs experts by a softmax, as llama.cpp computes them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,14 @@ from moetool.format.gguf.routing import (
     GRANITE,
     IF_RENORMALIZED,
     INNER_BIASES,
+    N_SHARED,
     NOT_RENORMALIZED,
     NUM_SHARED,
     POST_ATTENTION,
     RENORMALIZED,
+    SCALED,
     SHARED_COUNT,
+    SOFTMAX,
     SOFTMAX_OF_CHOSEN,
     UNBIASED,
 )
@@ -85,6 +89,62 @@ def _other_bases(config: "PreTrainedConfig") -> str | None:
     return None
 
 
+_REFERENCE = "reference_sliding_attention"  # of layers that attend to all of a prompt, and to a window of the answer
+_BASE = 10000.0  # of rotary embeddings, the only one with which llama.cpp computes `deepseek2-ocr`
+# Entries that transformers' routers of models for OCR do not look at, and by what they compute.
+_UNREAD: Mapping[str, object] = {"norm_topk_prob": False, "scoring_func": "softmax"}
+
+
+def _other_reader(config: "PreTrainedConfig") -> str | None:
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default" or rope.get("rope_theta", _BASE) != _BASE:
+        return f"rotary embeddings have the base {_BASE:.0f} and are not stretched (rope_parameters)"
+    for key, known in _UNREAD.items():
+        if (said := getattr(config, key, known)) != known:
+            return f"{key} is {said!r}, and transformers, by which moetool computes, takes it for {known!r}"
+    return None
+
+
+def _moves_keys_wrongly(_: "PreTrainedConfig") -> str:
+    return (
+        "llama.cpp turns this model's keys wrongly when it moves them to other places of a text: leave --context-shift "
+        "and --cache-reuse off, as they are by default."
+    )
+
+
+def _attends_to_whole_answers(config: "PreTrainedConfig") -> str:
+    if _REFERENCE not in config.layer_types:
+        return _moves_keys_wrongly(config)
+    return (
+        f"Of its own answer this model attends to the last {config.sliding_window} tokens (sliding_window), beside all "
+        f"of the prompt; llama.cpp attends to all of both: longer answers differ. {_moves_keys_wrongly(config)}"
+    )
+
+
+def _window_of_answers(config: "PreTrainedConfig") -> int | None:
+    """How many tokens of its answer a model attends to in every layer, beside all of the prompt; `None` for all."""
+    return int(config.sliding_window) if {*config.layer_types} == {_REFERENCE} else None
+
+
+# DeepSeek-V2 with ordinary attention, which reads pictures of pages.
+_DEEPSEEK_OCR2 = GgufFamily(
+    "deepseek_ocr2_text",
+    "deepseek2-ocr",
+    is_moe=True,
+    leads_dense=True,
+    groups_heads=False,
+    has_shared=True,
+    experts_key="n_routed_experts",
+    width_key=EXPERT_WIDTH,
+    around=("model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator"),
+    counts=N_SHARED,
+    multipliers=SCALED,
+    fixed=SOFTMAX,
+    computes={**UNBIASED, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
+    objection=_other_reader,
+    remark=_moves_keys_wrongly,
+    cutting="deepseek-v3",
+)
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
     _MIXTRAL,
     _QWEN2_MOE,
@@ -221,5 +281,14 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
             "use_double_wide_mlp": (False,),
         },
         pieces="gemma4",
+    ),
+    _DEEPSEEK_OCR2,
+    replace(
+        _DEEPSEEK_OCR2,
+        model_type="unlimited_ocr_text",
+        around=(*_DEEPSEEK_OCR2.around, "model.vision_model.", "model.image_newline"),
+        derived={"attention.sliding_window": _window_of_answers},
+        sees_windows=True,
+        remark=_attends_to_whole_answers,
     ),
 )
