@@ -59,6 +59,24 @@ _DOTS3 = {
     "index_n_heads": 6,  # of which not all are at nought, so that no places are alike
     "n_shared_experts": 2,
 }
+_BAILING_HYBRID = {
+    **_LATENT,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "num_experts": 8,
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, WHOLE, LINEAR, WHOLE],
+    "head_dim": 16,
+    "short_conv_kernel_size": 3,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "num_shared_experts": 2,
+    "kda_lower_bound": -3.0,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": _PLAIN_ROPE,
+}
 _DEEPSEEK_V4 = {
     "max_position_embeddings": 256,
     "num_hidden_layers": 4,
@@ -147,6 +165,18 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "num_expert_group": 4,
         "topk_group": 2,
         "rms_norm_eps": 1e-6,
+    },
+    "bailing_hybrid": _BAILING_HYBRID,
+    "bailing_hybrid-weights": {
+        **_BAILING_HYBRID,
+        "moe_renormalize": False,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "layer_types": [WHOLE, LINEAR, LINEAR, WHOLE],
+        "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5},  # as published, and without effect
+        "expert_swiglu_limit_list": [0.0, None, 0.0, 1e4],
+        "share_expert_swiglu_limit_list": [1e-2, 0.0, 1e4],
     },
     "dots3_note_text": _DOTS3,
     "dots3_note": _DOTS3,

@@ -7,7 +7,7 @@ tokenizer from transformers, which reads GGUF's.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +61,8 @@ class Written(Protocol):
     def moe(self) -> Architecture | None: ...
     @property
     def config(self) -> "PreTrainedConfig": ...
+    @property
+    def kinds(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ class GgufModel:
         """
         prefix = layer_in_file(layer, "")
         mine = {name for name in self._tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
-        names = {own: name for name, own in self._family.in_file(self.layers, self._moe).items()}
+        of_layers = () if self.written is None else self.written.kinds
+        names = {own: name for name, own in self._family.in_file(self.layers, self._moe, of_layers).items()}
         for own in sorted(mine & names.keys()):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)

@@ -187,6 +187,15 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("kimi_linear", {"q_lora_rank": 16}, "q_lora_rank"),
         ("kimi_linear", {"moe_renormalize": False}, "norm_topk_prob"),
         ("kimi_linear", {"rms_norm_eps": 1e-3}, "√(|x|² + 1e-06)"),
+        ("bailing_hybrid", {"kda_safe_gate": False}, "kda_safe_gate"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound"),
+        ("bailing_hybrid", {"q_lora_rank": 16}, "q_lora_rank"),
+        ("bailing_hybrid", {"linear_num_heads": 2}, "as many heads"),
+        ("bailing_hybrid", {"rms_norm_eps": 1e-4}, "√(|x|² + 1e-06)"),
+        ("bailing_hybrid", {"rope_parameters": YARN}, "'yarn'"),
+        ("bailing_hybrid", {"attention_bias": True}, "attention_bias"),
+        ("bailing_hybrid", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "no experts"),
+        ("bailing_hybrid", {"layer_types": [LINEAR] * 4}, "0 have attention"),
         ("dots3_note_text", {"layer_types": [WINDOW] * 4}, "layer_types"),
         ("dots3_note_text", {"use_dsa": False}, "layer_types"),
         ("dots3_note_text", {"swa_q_lora_rank": 8}, "q_lora_rank"),
@@ -342,6 +351,9 @@ def as_published(path: Path) -> None:
         text |= {"first_k_dense_replace": dense, "use_mla": False}
         (path / "config.json").write_text(json.dumps({**config, "language_config": text, "sliding_window": window}))
         return
+    if config["model_type"] == "bailing_hybrid":
+        _as_published_ling(path, config)
+        return
     kinds = [key for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads") if key in config]
     layers = {key: config.pop(key) for key in (*kinds, "linear_conv_kernel_dim")}
     kda, full = (
@@ -368,7 +380,27 @@ def as_published(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "dots3_note", "unlimited_ocr"])
+def _as_published_ling(path: Path, config: dict[str, Any]) -> None:
+    kinds = config.pop("layer_types")
+    derived = ("mlp_layer_types", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim")
+    config = {key: value for key, value in config.items() if key not in derived} | {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "head_dim": config["linear_head_dim"],
+        "layer_group_size": kinds.index(WHOLE) + 1,
+        "norm_topk_prob": config["moe_renormalize"],
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.5},
+    }
+    (path / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "linear_head_dim"}))
+    tensors = tensors_of(path)
+    for layer, kind in enumerate(kinds):
+        if kind == LINEAR:
+            start = f"model.layers.{layer}.attention"
+            tensors[f"{start}.o_proj.weight"] = tensors.pop(f"{start}.dense.weight")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "dots3_note", "unlimited_ocr"])
 def test_published_configs_give_the_same_file(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     source = copy_of(model(name), tmp_path / "source")
     as_published(source)
@@ -385,10 +417,50 @@ def test_published_configs_give_the_same_file(run_cli: Any, model: Made, tmp_pat
     }
 
 
-def test_a_little_that_is_added_elsewhere_is_a_note(run_cli: Any, model: Any, tmp_path: Path) -> None:
-    result = export(run_cli, model("kimi_linear", rms_norm_eps=1e-5), tmp_path / "out", "--type", "f32")
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid-weights"])
+def test_a_little_that_is_added_elsewhere_is_a_note(run_cli: Any, model: Any, tmp_path: Path, name: str) -> None:
+    result = export(run_cli, model(name, rms_norm_eps=1e-5), tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
     assert "rms_norm_eps" in result.stderr
+    assert ("expert_swiglu_limit_list" in result.stderr) == (name != "kimi_linear")
+
+
+class _Bounded(torch.nn.Module):
+    """A layer's experts with bounds, on what their gate becomes and on what it is multiplied with."""
+
+    def __init__(self, block: Any, limits: tuple[float | None, float | None]) -> None:
+        super().__init__()
+        self.block, self.limits = block, [limit or torch.inf for limit in limits]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def bounded(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+            return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+        routed, shared = self.limits
+        tokens, own, experts = inputs.flatten(0, -2), self.block.shared_experts, self.block.experts
+        _, weights, chosen = self.block.gate(tokens)
+        outputs = own.down_proj(bounded(own.gate_proj(tokens), own.up_proj(tokens), shared))
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+            weight = (weights * (chosen == expert)).sum(-1, keepdim=True)
+            outputs = outputs + weight * (bounded(*(tokens @ gate_up.T).chunk(2, -1), routed) @ down.T)
+        return outputs.view_as(inputs)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+def test_llama_cpp_bounds_activations_as_a_config_says(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """transformers has no bounds here, and published models have some in their last layers."""
+    routed, shared = [0.0, 0.05, None, 0.02], [0.01, 0.0, 0.03]
+    source = model("bailing_hybrid", expert_swiglu_limit_list=routed, share_expert_swiglu_limit_list=shared)
+    result = export(run_cli, source, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    tokens = torch.randint(288, (48,), generator=torch.Generator().manual_seed(0))
+    found, bounded = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens), load(source)
+    unbounded = bounded(tokens[None]).logits[0]
+    for layer, limits in zip(bounded.model.layers[1:], zip(routed[1:], [*shared[1:], None], strict=True), strict=True):
+        layer.mlp = _Bounded(layer.mlp, limits)
+    expected = bounded(tokens[None]).logits[0]
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    assert (found - unbounded).norm() > 1e-2 * unbounded.norm()
 
 
 def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _check_states(source: GgufSource) -> None:
     """Of families with layers that carry a state: llama.cpp keeps states and keys, and loads no model without both."""
     family, moe = source.family, source.moe
     owns = {name: names for name, (_, names) in family.changed(range(source.layers), moe).items()}
-    owns |= {name: (own,) for name, own in family.in_file(source.layers, moe).items()}
+    owns |= {name: (own,) for name, own in source.names_in_file.items()}
     if not any(map(_OF_STATE.search, chain(*owns.values()))):
         return
     found = list(chain(*(names for name, names in owns.items() if name in source.checkpoint.tensors)))

@@ -1,6 +1,6 @@
 """Facts of a model apart from its tensors, as a GGUF file states them: heads, widths, windows, rotary embeddings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,11 @@ class GgufFacts:
         return int(self.config.num_hidden_layers)
 
     @property
+    def kinds(self) -> Sequence[str]:
+        """Of each layer, what its attention is (`layer_types`); empty if the config does not say."""
+        return getattr(self.config, "layer_types", None) or ()
+
+    @property
     def dense_layers(self) -> int:
         """How many layers without experts come first."""
         return 0 if self.experts is None else self.experts.moe_layers[0]
@@ -94,7 +99,7 @@ class GgufFacts:
     @cached_property
     def names_in_file(self) -> Mapping[str, str]:
         """GGUF's names of the checkpoint's tensors, by their own, but for experts and what the family changes."""
-        return self.family.in_file(self.layers, self.moe)
+        return self.family.in_file(self.layers, self.moe, self.kinds)
 
     @property
     def embeddings_name(self) -> str:
@@ -167,7 +172,7 @@ class GgufFacts:
         """Whether each layer attends to a window of the text only; empty if none does, or all do and to more."""
         if self.family.sees_windows:
             return []
-        found = [kind == WINDOWED for kind in getattr(self.config, "layer_types", None) or ()]
+        found = [kind == WINDOWED for kind in self.kinds]
         return found if any(found) and getattr(self.config, "sliding_window", None) else []
 
     @cached_property

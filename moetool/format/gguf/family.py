@@ -143,6 +143,7 @@ class GgufFamily:
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         doubles_turned: whether a file says twice how many channels they turn in layers that attend to all of a text.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
+        of_kinds: further ones of layers of a kind (`layer_types`), where those of another have something else there.
         outside: tensors outside of layers, likewise.
         modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
         dense: matrices of a layer without experts.
@@ -209,6 +210,7 @@ class GgufFamily:
     turns_shares: bool = False
     doubles_turned: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    of_kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     dense: Mapping[str, str] = field(default_factory=lambda: without_experts("mlp"))
@@ -235,18 +237,20 @@ class GgufFamily:
     remark: Callable[["PreTrainedConfig"], str | None] = nothing
     leaves_out: tuple[str, ...] = ()
 
-    def in_file(self, layers: int, moe: Architecture | None) -> dict[str, str]:
+    def in_file(self, layers: int, moe: Architecture | None, kinds: Sequence[str] = ()) -> dict[str, str]:
         """Map the names of a checkpoint's tensors to those of GGUF, for all tensors but those of experts and `changes`.
 
         Args:
             layers: of the model.
             moe: its architecture, if it has experts.
+            kinds: of its layers, where these have names of their own (`of_kinds`).
         """
         mixing, prefix = (range(layers), _LAYERS) if moe is None else (moe.moe_layers, moe.layer)
         outside = {**_OUTSIDE, **self.outside}
         found = {under(moe, name): own for name, own in outside.items() if own and name not in self.changes}
         for layer in range(layers):
             inside = self._inside(moe if layer in mixing else None)
+            inside |= self.of_kinds.get(kinds[layer], {}) if self.of_kinds else {}
             begin = prefix.format(layer=layer) + "."
             found |= {begin + name: layer_in_file(layer, own) for name, own in inside.items()}
         return found

@@ -1,12 +1,14 @@
 """Families whose layers have latent attention of two kinds, or delta rules in its place, as llama.cpp computes them.
 
-Source: https://github.com/ggml-org/llama.cpp (`conversion/kimi_linear.py`, `conversion/dots3.py`).
+Source: https://github.com/ggml-org/llama.cpp (`conversion/kimi_linear.py`, `conversion/dots3.py`,
+`conversion/bailingmoe3.py`).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +17,24 @@ from torch import Tensor
 from moetool.format.gguf.family import Change, Config, GgufFamily, beside, nearest, whole_numbers, without_experts
 from moetool.format.gguf.latent import LATENT, LATENT_COUNTS, LATENT_NAMES
 from moetool.format.gguf.recurrent import changed, decay, logarithm
-from moetool.format.gguf.routing import INDEXER_COUNTS, RENORMALIZED, ROUTED_AS_DEEPSEEK, UNBIASED, other_indexer
-from moetool.format.gguf.words import halved, interleaved
+from moetool.format.gguf.routing import (
+    IF_RENORMALIZED,
+    INDEXER_COUNTS,
+    RENORMALIZED,
+    ROUTED_AS_DEEPSEEK,
+    SCALED,
+    UNBIASED,
+    other_indexer,
+)
+from moetool.format.gguf.words import EMBEDDINGS, halved, interleaved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # What is added to the squared norm of queries and keys of delta rules, and what hardly differs from that.
 _UNDER_ROOT, _NEARLY_UNDER_ROOT = 1e-6, 1e-5
+# Entries of published configs of Ling 3.0 that bound activations of each layer's experts.
+_LIMITS, _LIMITS_OF_SHARED = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 # Entries that layers of dots3 with a window may have of their own.
 _OF_WINDOWS = {
     "num_attention_heads",
@@ -34,7 +46,7 @@ _OF_WINDOWS = {
 }
 
 
-def _other_kimi(config: "PreTrainedConfig") -> str | None:
+def _other_delta_rule(config: "PreTrainedConfig") -> str | None:
     if config.linear_num_heads != config.num_attention_heads:
         return (
             "it has as many heads in layers with delta rules as in those with attention, not "
@@ -48,12 +60,12 @@ def _other_kimi(config: "PreTrainedConfig") -> str | None:
     return None
 
 
-def _norm_of_keys(config: "PreTrainedConfig") -> str | None:
+def _norms(config: "PreTrainedConfig") -> str | None:
     if config.rms_norm_eps == _UNDER_ROOT:
         return None
     return (
-        f"llama.cpp adds {config.rms_norm_eps:g} (rms_norm_eps) to the squared norm of queries and keys of delta "
-        f"rules, transformers {_UNDER_ROOT:g}: logits differ slightly."
+        f"llama.cpp adds {config.rms_norm_eps:g} (rms_norm_eps) to the squared norm of queries and keys of delta rules "
+        f"and to the mean square of small vectors of attention, transformers {_UNDER_ROOT:g}: logits differ slightly."
     )
 
 
@@ -82,9 +94,88 @@ _KIMI_LINEAR = replace(
     counts={**LATENT_COUNTS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
     flags={},
     computes={**RENORMALIZED, **UNBIASED, "q_lora_rank": (None,)},
-    objection=_other_kimi,
-    remark=_norm_of_keys,
+    objection=_other_delta_rule,
+    remark=_norms,
     cutting="kimi-k2",
+)
+
+
+def _limits(key: str, config: "PreTrainedConfig") -> list[float] | None:
+    """What bounds activations of each layer's experts; 0 where nothing does, and where there are none."""
+    if not (own := getattr(config, key, None)):
+        return None
+    with_experts = [kind == "sparse" for kind in config.mlp_layer_types]
+    return [float(limit or 0.0) * has for limit, has in zip_longest(own[: len(with_experts)], with_experts)]
+
+
+def _other_bailing(config: "PreTrainedConfig") -> str | None:
+    if (rank := getattr(config, "q_lora_rank", None)) is not None:
+        return (
+            f"it makes queries of a small vector (q_lora_rank = {rank}), which transformers, by which moetool "
+            "computes, does not"
+        )
+    if config.kda_lower_bound >= 0:
+        return f"its states decay from token to token (kda_lower_bound = {config.kda_lower_bound:g})"
+    if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
+        return f"it does not multiply the scores of attention as rotary embeddings of the kind '{kind}' may ask for"
+    return _other_delta_rule(config)
+
+
+def _of_bailing(config: "PreTrainedConfig") -> str | None:
+    if not any(any(_limits(key, config) or ()) for key in (_LIMITS, _LIMITS_OF_SHARED)):
+        return _norms(config)
+    bounded = (
+        f"config.json bounds activations of experts ({_LIMITS}, {_LIMITS_OF_SHARED}), and so does llama.cpp; "
+        "transformers, by which moetool computes, does not: logits differ where a bound is reached."
+    )
+    return f"{norms} {bounded}" if (norms := _norms(config)) else bounded
+
+
+_BAILING_HYBRID = replace(
+    _KIMI_LINEAR,
+    model_type="bailing_hybrid",
+    architecture="bailingmoe3",
+    has_shared=True,
+    names={
+        **{f"attention.{one}_proj.weight": f"attn_{one}.weight" for one in ("q", "k", "v")},
+        **{f"attention.{one}.weight": "attn_output.weight" for one in ("o_proj", "dense")},
+        **{f"attention.{one}_conv1d.weight": f"ssm_conv1d_{one}.weight" for one in ("q", "k", "v")},
+        "attention.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+        "attention.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+        "attention.f_proj.weight": "ssm_f_a.weight",
+        "attention.b_proj.weight": "ssm_beta.weight",
+        "attention.dt_bias": "ssm_dt.bias",
+        "attention.o_norm.weight": "ssm_norm.weight",
+    },
+    of_kinds={
+        "linear_attention": {"attention.g_proj.weight": "ssm_g_a.weight"},
+        "full_attention": {"attention.g_proj.weight": "attn_gate.weight"},
+    },
+    outside={"model.word_embeddings.weight": EMBEDDINGS},
+    modules={
+        "attention.dense": "self_attn.o_proj",
+        "attention.f_proj": "self_attn.forget_gate.f_proj",
+        "attention.": "self_attn.",
+    },
+    dense=without_experts("mlp"),
+    changes={
+        "attention.kv_b_proj.weight": LATENT["self_attn.kv_b_proj.weight"],
+        "attention.A_log": changed(
+            "ssm_a",
+            lambda _, logarithm: logarithm.float().exp().unsqueeze(-1),
+            lambda _, rate: rate.squeeze(-1).log(),
+        ),
+    },
+    multipliers={**SCALED, "kda_lower_bound": "kda.gate_lower_bound"},
+    flags={**IF_RENORMALIZED, "kda_safe_gate": "kda.safe_gate"},
+    derived={
+        "swiglu_clamp_exp": partial(_limits, _LIMITS),
+        "swiglu_clamp_shexp": partial(_limits, _LIMITS_OF_SHARED),
+    },
+    computes={**UNBIASED, "kda_safe_gate": (True,)},
+    objection=_other_bailing,
+    remark=_of_bailing,
+    cutting="bailingmoe2",
 )
 
 
@@ -161,4 +252,4 @@ _DOTS3 = replace(
     computes={**UNBIASED, "mlp_bias": (False,)},
     objection=_other_dots,
 )
-MIXED: tuple[GgufFamily, ...] = (_KIMI_LINEAR, _DOTS3)
+MIXED: tuple[GgufFamily, ...] = (_KIMI_LINEAR, _BAILING_HYBRID, _DOTS3)
