@@ -9,7 +9,7 @@ from moetool.architectures.known import BEGINNINGS, KNOWN, check_refused
 from moetool.architectures.shape import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
 
-__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "aliases", "find_architecture", "with_root"]
+__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "aliases", "beginnings", "find_architecture"]
 
 
 def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
@@ -19,12 +19,10 @@ def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
     return names_in_others(config.get("model_type")) if family is None else family.aliases
 
 
-def with_root(name: str, config: Mapping[str, object]) -> str:
-    """The name of a tensor as transformers saves it, where the hub has another beginning (DeepSeek-V4)."""
-    for beginning, own in BEGINNINGS.get(str(config.get("model_type")), {}).items():
-        if name.startswith(beginning):
-            return own + name.removeprefix(beginning)
-    return name
+def beginnings(config: Mapping[str, object]) -> Mapping[str, str]:
+    """Beginnings of tensors' names on the hub, and what transformers writes in their places when it saves a model of
+    this `config.json` (DeepSeek-V4)."""
+    return BEGINNINGS.get(str(config.get("model_type")), {})
 
 
 def find_architecture(config: Mapping[str, object]) -> Architecture:

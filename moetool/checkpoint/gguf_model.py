@@ -59,8 +59,7 @@ class Written(Protocol):
     def family(self) -> GgufFamily: ...
     @property
     def moe(self) -> Architecture | None: ...
-    @property
-    def config(self) -> "PreTrainedConfig": ...
+    def config_of(self, layer: int) -> "PreTrainedConfig": ...
     @property
     def kinds(self) -> Sequence[str]: ...
 
@@ -261,10 +260,10 @@ class GgufModel:
             )
 
     def _settings(self, layer: int) -> Mapping[str, object]:
-        """The entries of a layer's config."""
+        """Entries of the config that hold for a layer, by its number; -1 stands for what lies outside of layers."""
         if self.written is None:
             return self.config
-        entries: dict[str, object] = self.written.config.per_layer_config[max(layer, 0)].to_dict()
+        entries: dict[str, object] = self.written.config_of(layer).to_dict()
         return entries
 
     def _experts(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moetool.architectures import aliases, with_root
+from moetool.architectures import aliases, beginnings
 from moetool.architectures.base import Settings
 from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
 from moetool.checkpoint.missing import with_adapter, without_config, without_weights
@@ -330,9 +330,12 @@ def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
 def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dict[str, TensorInfo]:
     """Give tensors the names that the family's checkpoints have on the hub, or as transformers saves them."""
     named: dict[str, TensorInfo] = {}
+    starts, parts = beginnings(config), aliases(config)
     for info in tensors.values():
-        name = with_root(info.name, config)
-        for alias, own in aliases(config).items():
+        name = info.name
+        if (start := next(filter(name.startswith, starts), None)) is not None:
+            name = starts[start] + name.removeprefix(start)
+        for alias, own in parts.items():
             name = name.replace(alias, own)
         if name in named:
             raise InvalidInputError(

@@ -63,8 +63,9 @@ class GgufFacts:
         return model_config(self.checkpoint.config, self.checkpoint.path)
 
     def config_of(self, layer: int) -> "PreTrainedConfig":
-        """The config of a layer, where some layers have entries of their own."""
-        own: PreTrainedConfig = self.config.per_layer_config[layer]
+        """The config of a layer, where some layers have entries of their own; of the first for -1, what lies outside of
+        layers."""
+        own: PreTrainedConfig = self.config.per_layer_config[max(layer, 0)]
         return own
 
     @property
@@ -89,7 +90,7 @@ class GgufFacts:
 
     @property
     def dense_layers(self) -> int:
-        """How many layers without experts come first."""
+        """Number of layers without experts before the first that has some; 0 for a dense model."""
         return 0 if self.experts is None else self.experts.moe_layers[0]
 
     def layer_prefix(self, layer: int) -> str:
@@ -103,7 +104,7 @@ class GgufFacts:
 
     @property
     def embeddings_name(self) -> str:
-        """The checkpoint's name of the embeddings."""
+        """Name of the token embeddings' matrix in the checkpoint."""
         return under(self.moe, "model.embed_tokens.weight")
 
     @property
@@ -189,9 +190,8 @@ class GgufFacts:
 
     def _rope_of(self, kind: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        if (
-            compressed := found.get(COMPRESSED)
-        ) is not None:  # as all layers are stretched that are, and their own base
+        if (compressed := found.get(COMPRESSED)) is not None:
+            # All layers that are stretched are so alike; the others' base is what metadata calls that of the model.
             return {**compressed, "rope_theta": found["main"]["rope_theta"]}
         return found.get(kind) or (found.get(INDEXED) if kind == WHOLE else None) or found
 

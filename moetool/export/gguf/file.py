@@ -37,8 +37,8 @@ _UNTYPED = np.dtype(np.float32)  # what the library is told of a tensor whose ty
 _ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
     "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight", "shortconv.conv.weight",
-    "ssm_a", "ssm_d", "hc_attn_fn.weight", "hc_ffn_fn.weight",
-    "output_hc_fn.weight", "compressor_ape.weight", "ple_conv1d.weight",
+    "ssm_a", "ssm_d", "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight", "compressor_ape.weight",
+    "ple_conv1d.weight",
 )  # fmt: skip
 _WIDE = EMBEDDINGS, HEAD, "output_hc_down.weight", "output_hc_up.weight", "per_layer_token_embd.weight"
 
@@ -74,7 +74,7 @@ class GgufTensor:
 
     @property
     def is_always_wide(self) -> bool:
-        """Whether it is fp32 in every file: routers, norms and biases."""
+        """Whether it has no fewer bits in any file: routers, norms and biases are fp32, numbers of experts integers."""
         return type_for(self.name, self.shape, "f16") in ("f32", "i32")
 
     def is_fallback(self, wanted: Collection[NumberType]) -> bool:
@@ -103,7 +103,7 @@ def type_for(name: str, shape: Sequence[int], wanted: NumberType) -> StoredType:
 
 
 def is_quantized(number: StoredType) -> bool:
-    """Whether numbers of this type share a scale."""
+    """Whether a type stores numbers in blocks that share a scale, unlike f32, f16, bf16 and i32."""
     return _BLOCKS[number][0] > 1
 
 

@@ -209,7 +209,7 @@ class GgufSource(GgufFacts):
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:
         """Tensors of the file that one of the checkpoint becomes."""
         wanted: NumberType = "q8_0" if is_quantized(common) and not change.keeps_inputs else common
-        settings = self.config_of(max(layer_of(owns[0]), 0)).to_dict()
+        settings = self.config_of(layer_of(owns[0])).to_dict()
         empty = torch.empty(self.checkpoint.info(name).shape, device="meta")
         for index, (own, shape) in enumerate(zip(owns, change.apart(settings, empty), strict=True)):
 

@@ -38,12 +38,12 @@ class FewBits:
 
     @property
     def layout(self) -> BlockType:
-        """The layout of its blocks."""
+        """The layout of this type's blocks: numbers, bytes, groups and levels."""
         return BLOCK_TYPES[self.name.lower()]
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Number of bits of one number's code, without its share of scales."""
         return (len(self.layout.levels) - 1).bit_length()
 
     def size(self, numbers: int) -> int:

@@ -117,10 +117,11 @@ def read_tokenizer(
         for kind, name in _SPECIAL.items()
         if (token := getattr(loaded, f"{kind}_token_id", None)) is not None and token < vocabulary
     }
+    known = None if is_pieces else cutting_name(cutting_of(rules))
     return GgufTokenizer(
         model=pieces if is_pieces else "gpt2",
-        pre="default" if is_pieces else _pre(path, rules, cut, usual),
-        is_assumed=not is_pieces and cut is None and cutting_name(cutting_of(rules)) is None,
+        pre="default" if is_pieces else _pre(path, rules, cut, known or usual),
+        is_assumed=not is_pieces and cut is None and known is None,
         tokens=[_as_text(text, kind) for text, kind in zip(tokens, kinds, strict=True)],
         kinds=kinds,
         scores=[_score(token, kind) for token, kind in enumerate(kinds)] if is_pieces else [],
@@ -133,8 +134,9 @@ def read_tokenizer(
     )
 
 
-def _pre(path: Path, rules: Mapping[str, object], cut: str | None, usual: str | None) -> str:
-    """llama.cpp's name of the way in which a byte-level tokenizer cuts a text."""
+def _pre(path: Path, rules: Mapping[str, object], cut: str | None, name: str | None) -> str:
+    """Return llama.cpp's name of the way in which a byte-level tokenizer cuts a text: `cut`, if the user gives one, or
+    `name`, if there is one."""
     if cut is not None:
         if cut not in _CUTTINGS:
             raise UsageError(f"--pre-tokenizer {cut}: there is {', '.join(_CUTTINGS)}.")
@@ -144,7 +146,7 @@ def _pre(path: Path, rules: Mapping[str, object], cut: str | None, usual: str | 
             f"The tokenizer of {path} {change} before it cuts a text, which llama.cpp does not. If that does "
             f"not matter, --pre-tokenizer says how to cut it: {', '.join(_CUTTINGS)}."
         )
-    if (name := cutting_name(cutting_of(rules)) or usual) is None:
+    if name is None:
         raise InvalidInputError(
             f"The tokenizer of {path} cuts a text in a way that llama.cpp has no name for that moetool knows. "
             f"--pre-tokenizer chooses what comes nearest: {', '.join(_CUTTINGS)}."

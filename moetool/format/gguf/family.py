@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Setting = int | float | bool
 Config = Mapping[str, object]
+Turn = Callable[[Config, Tensor], Tensor]
 
 ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 _OUTSIDE = {
@@ -87,10 +88,31 @@ class Change:
     keeps_inputs: bool = False
 
 
+def changed(name: str, there: Turn, back: Turn) -> Change:
+    """The change of a tensor into one tensor of this name, and back."""
+    return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
+
+
+def plus_one(name: str) -> Change:
+    """The weight of a norm that multiplies by one more than it says."""
+    return changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
+
+
+def norms_plus_one(behind_attention: str) -> dict[str, Change]:
+    """The changes of a Llama's norms that multiply by one more than they say; that before the experts has this name."""
+    names = {
+        "input_layernorm.weight": "attn_norm.weight",
+        "post_attention_layernorm.weight": behind_attention,
+        "model.norm.weight": "output_norm.weight",
+        **HEAD_NORMS,
+    }
+    return {name: plus_one(own) for name, own in names.items()}
+
+
 def nearest(name: str) -> Change:
     """A matrix that is the same in a file, and has the nearest codes of 8 bits: an indexer's, which gives places in a
     text and so no gradient, or one whose inputs come apart, for a group of heads each."""
-    return Change((name,), lambda _, given: [given], lambda _, parts: parts[0])
+    return changed(name, lambda _, given: given, lambda _, given: given)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, whole_numbers
-from moetool.format.gguf.recurrent import QWEN3_5_MOE, plus_one, without_middle
+from moetool.format.gguf.family import Change, Config, GgufFamily, plus_one, whole_numbers
+from moetool.format.gguf.recurrent import QWEN3_5_MOE, without_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,7 +23,7 @@ _MOST_TOKENS, _MOST_HEADS = 8, 64  # of n-grams, in llama.cpp
 
 
 def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
-    """Rows of queries, then of one head of keys."""
+    """Split the rows of an indexer's matrix, whose last head is that of keys, into queries and keys."""
     (wide,) = whole_numbers(config, "indexer_head_dim")
     return [joined[:-wide], joined[-wide:]]
 
@@ -56,7 +56,7 @@ def _width_of_ngrams(config: "PreTrainedConfig") -> int | None:
 
 
 def _end_of_ngrams(config: "PreTrainedConfig") -> int | None:
-    """The token that no n-gram goes beyond."""
+    """Return the id of the token that ends a text, beyond which no n-gram goes."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return int(ends[0]) if config.ple_layer_ids else None
 

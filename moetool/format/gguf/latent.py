@@ -6,16 +6,21 @@ Source: https://github.com/ggml-org/llama.cpp, `conversion/deepseek.py`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moetool.format.gguf.family import Change, Config, GgufFamily, nearest, whole_numbers
-from moetool.format.gguf.routing import INDEXER_COUNTS, N_SHARED, ROUTED_AS_DEEPSEEK, SOFTMAX, UNBIASED, other_indexer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from moetool.format.gguf.routing import (
+    FIXED_EPSILON,
+    INDEXER_COUNTS,
+    N_SHARED,
+    ROUTED_AS_DEEPSEEK,
+    SOFTMAX,
+    UNBIASED,
+    other_indexer,
+    told_epsilon,
+)
 
 
 def _apart(config: Config, matrix: Tensor) -> list[Tensor]:
@@ -27,7 +32,7 @@ def _apart(config: Config, matrix: Tensor) -> list[Tensor]:
 
 
 def _together(_: Config, parts: Sequence[Tensor]) -> Tensor:
-    """Undo `_apart`."""
+    """Join keys and values of all heads, as `_apart` splits them, to one matrix `[heads · (keys + values), rank]`."""
     keys, values = parts
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
@@ -50,18 +55,6 @@ LATENT_COUNTS: Mapping[str, str] = {
     **N_SHARED,
 }
 
-_EPS = 1e-6  # with which transformers norms the small vectors, whatever a config says of the other norms
-
-
-def _other_epsilon(config: "PreTrainedConfig") -> str | None:
-    if config.rms_norm_eps == _EPS:
-        return None
-    return (
-        f"llama.cpp norms the small vectors of attention with rms_norm_eps = {config.rms_norm_eps}, transformers with "
-        f"{_EPS}: logits differ slightly."
-    )
-
-
 _DEEPSEEK_V3 = replace(
     ROUTED_AS_DEEPSEEK,
     model_type="deepseek_v3",
@@ -71,7 +64,10 @@ _DEEPSEEK_V3 = replace(
     changes=LATENT,
     counts=LATENT_COUNTS,
     computes={"rope_interleave": (True,), **UNBIASED},
-    remark=_other_epsilon,
+    remark=told_epsilon(
+        "llama.cpp norms the small vectors of attention with rms_norm_eps = {eps}, transformers with "
+        f"{FIXED_EPSILON:g}: logits differ slightly."
+    ),
     cutting="deepseek-v3",
 )
 # Its attention sees some tokens only, which a small attention of its own (the indexer) chooses.

@@ -6,11 +6,11 @@ Source: https://github.com/ggml-org/llama.cpp (`conversion/minimax.py`, `src/mod
 from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.routing import FIXED_EPSILON, told_epsilon
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_STATE_EPSILON = 1e-6  # of the norm behind lightning attention, in transformers
 _LARGEST_EPSILON = 1e-5  # of published models, for which vLLM has it there, too
 _KINDS = "full_attn", "linear_attn", "mlp"
 
@@ -23,7 +23,7 @@ def _other_minimax(config: "PreTrainedConfig") -> str | None:
     if len(set(config.layer_types)) != 2:
         return "some of its layers have lightning attention and some do not (layer_types)"
     if config.rms_norm_eps > _LARGEST_EPSILON:
-        return f"rms_norm_eps is in its norm behind lightning attention, too, where transformers has {_STATE_EPSILON:g}"
+        return f"rms_norm_eps is in its norm behind lightning attention, too, where transformers has {FIXED_EPSILON:g}"
     width = config.head_dim or config.hidden_size // config.num_attention_heads
     if getattr(config, "rotary_dim", width) not in (None, width):
         return (
@@ -31,15 +31,6 @@ def _other_minimax(config: "PreTrainedConfig") -> str | None:
             f"which moetool computes, turns all {width}"
         )
     return None
-
-
-def _other_epsilon(config: "PreTrainedConfig") -> str | None:
-    if config.rms_norm_eps == _STATE_EPSILON:
-        return None
-    return (
-        f"llama.cpp's norm behind lightning attention adds {config.rms_norm_eps:g} to the mean square, transformers' "
-        f"{_STATE_EPSILON:g}: logits differ slightly."
-    )
 
 
 LIGHTNING: tuple[GgufFamily, ...] = (
@@ -57,6 +48,9 @@ LIGHTNING: tuple[GgufFamily, ...] = (
         multipliers={"full_attn_alpha_factor": "residual_scale"},
         computes={"sliding_window": (None,)},
         objection=_other_minimax,
-        remark=_other_epsilon,
+        remark=told_epsilon(
+            "llama.cpp's norm behind lightning attention adds {eps:g} to the mean square, transformers' "
+            f"{FIXED_EPSILON:g}: logits differ slightly."
+        ),
     ),
 )

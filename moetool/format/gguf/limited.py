@@ -9,23 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moetool.format.gguf.family import HEAD_NORMS, Change, GgufFamily, beside, nearest, without_experts
-from moetool.format.gguf.recurrent import plus_one
+from moetool.format.gguf.family import Change, GgufFamily, beside, nearest, norms_plus_one, plus_one, without_experts
 from moetool.format.gguf.routing import SCALE, SCALED, SHARED_COUNT, SIGMOID_RENORMALIZED, UNBIASED
 from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_EXPERT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_NORMS_PLUS_ONE = {
-    name: plus_one(own)
-    for name, own in {
-        "input_layernorm.weight": "attn_norm.weight",
-        "post_attention_layernorm.weight": "ffn_norm.weight",
-        "model.norm.weight": "output_norm.weight",
-        **HEAD_NORMS,
-    }.items()
-}
+_NORMS_PLUS_ONE = norms_plus_one("ffn_norm.weight")
 _INDEXER: Mapping[str, str] = {"q_proj": "indexer.q_proj", "k_proj": "indexer.k_proj"}
 _INDEXER_NORMS: Mapping[str, str] = {"q_norm": "indexer.q_norm", "k_norm": "indexer.k_norm"}
 

@@ -14,10 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, beside, nearest, whole_numbers, without_experts
+from moetool.format.gguf.family import (
+    Change,
+    Config,
+    GgufFamily,
+    beside,
+    changed,
+    nearest,
+    whole_numbers,
+    without_experts,
+)
 from moetool.format.gguf.latent import LATENT, LATENT_COUNTS, LATENT_NAMES
-from moetool.format.gguf.recurrent import changed, decay, logarithm
+from moetool.format.gguf.recurrent import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.routing import (
+    FIXED_EPSILON,
     IF_RENORMALIZED,
     INDEXER_COUNTS,
     RENORMALIZED,
@@ -25,14 +35,15 @@ from moetool.format.gguf.routing import (
     SCALED,
     UNBIASED,
     other_indexer,
+    other_scores,
+    told_epsilon,
 )
 from moetool.format.gguf.words import EMBEDDINGS, halved, interleaved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What is added to the squared norm of queries and keys of delta rules, and what hardly differs from that.
-_UNDER_ROOT, _NEARLY_UNDER_ROOT = 1e-6, 1e-5
+_NEARLY_FIXED = 1e-5  # hardly differs from `FIXED_EPSILON` in the squared norm of queries and keys of delta rules
 # Entries of published configs of Ling 3.0 that bound activations of each layer's experts.
 _LIMITS, _LIMITS_OF_SHARED = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 # Entries that layers of dots3 with a window may have of their own.
@@ -52,23 +63,18 @@ def _other_delta_rule(config: "PreTrainedConfig") -> str | None:
             "it has as many heads in layers with delta rules as in those with attention, not "
             f"{config.linear_num_heads} and {config.num_attention_heads}"
         )
-    if config.rms_norm_eps > _NEARLY_UNDER_ROOT:
+    if config.rms_norm_eps > _NEARLY_FIXED:
         return (
             "it divides queries and keys x of delta rules by √(|x|² + rms_norm_eps), transformers by "
-            f"√(|x|² + {_UNDER_ROOT:g}), whatever rms_norm_eps = {config.rms_norm_eps:g} says"
+            f"√(|x|² + {FIXED_EPSILON:g}), whatever rms_norm_eps = {config.rms_norm_eps:g} says"
         )
     return None
 
 
-def _norms(config: "PreTrainedConfig") -> str | None:
-    if config.rms_norm_eps == _UNDER_ROOT:
-        return None
-    return (
-        f"llama.cpp adds {config.rms_norm_eps:g} (rms_norm_eps) to the squared norm of queries and keys of delta rules "
-        f"and to the mean square of small vectors of attention, transformers {_UNDER_ROOT:g}: logits differ slightly."
-    )
-
-
+_norms = told_epsilon(
+    "llama.cpp adds {eps:g} (rms_norm_eps) to the squared norm of queries and keys of delta rules and to the mean "
+    f"square of small vectors of attention, transformers {FIXED_EPSILON:g}: logits differ slightly."
+)
 _KIMI_LINEAR = replace(
     ROUTED_AS_DEEPSEEK,
     model_type="kimi_linear",
@@ -82,15 +88,11 @@ _KIMI_LINEAR = replace(
     names={
         **LATENT_NAMES,
         **beside("block_sparse_moe.shared_experts"),
-        **{f"self_attn.{one}_conv1d.weight": f"ssm_conv1d_{one}.weight" for one in ("q", "k", "v")},
-        **{f"self_attn.{one}_proj.weight": f"ssm_{one}.weight" for one in ("f_a", "f_b", "g_a", "g_b")},
-        "self_attn.b_proj.weight": "ssm_beta.weight",
-        "self_attn.dt_bias": "ssm_dt.bias",
-        "self_attn.o_norm.weight": "ssm_norm.weight",
+        **KDA_NAMES,
     },
-    modules={"self_attn.f_": "self_attn.forget_gate.f_", "block_sparse_moe.": "mlp."},
+    modules={**KDA_MODULES, "block_sparse_moe.": "mlp."},
     dense={**without_experts("mlp"), **without_experts("block_sparse_moe")},
-    changes={**LATENT, "self_attn.A_log": changed("ssm_a", decay, logarithm)},
+    changes={**LATENT, **KDA_CHANGES},
     counts={**LATENT_COUNTS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
     flags={},
     computes={**RENORMALIZED, **UNBIASED, "q_lora_rank": (None,)},
@@ -116,9 +118,7 @@ def _other_bailing(config: "PreTrainedConfig") -> str | None:
         )
     if config.kda_lower_bound >= 0:
         return f"its states decay from token to token (kda_lower_bound = {config.kda_lower_bound:g})"
-    if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
-        return f"it does not multiply the scores of attention as rotary embeddings of the kind '{kind}' may ask for"
-    return _other_delta_rule(config)
+    return other_scores(config) or _other_delta_rule(config)
 
 
 def _of_bailing(config: "PreTrainedConfig") -> str | None:
@@ -185,10 +185,10 @@ def _stretched(name: str) -> Change:
     def scale(config: Config, weight: Tensor) -> float:
         return math.sqrt(whole_numbers(config, "hidden_size")[0] / len(weight))
 
-    return Change(
-        (name,),
-        lambda config, weight: [weight.float() * scale(config, weight)],
-        lambda config, parts: parts[0] / scale(config, parts[0]),
+    return changed(
+        name,
+        lambda config, weight: weight.float() * scale(config, weight),
+        lambda config, weight: weight / scale(config, weight),
     )
 
 
@@ -202,8 +202,7 @@ def _rearranged(order: Callable[[Tensor, int], Tensor], heads: Sequence[str], co
 def _of_indexer(name: str, *heads: str) -> Change:
     """Rows of an indexer's heads, where llama.cpp turns those that are half of the turned ones apart, and transformers
     neighbours. It gives places in a text, so that no gradient tells what its errors cost."""
-    there, back = partial(_rearranged, halved, heads), partial(_rearranged, interleaved, heads)
-    return Change((name,), lambda config, rows: [there(config, rows)], lambda config, parts: back(config, parts[0]))
+    return changed(name, partial(_rearranged, halved, heads), partial(_rearranged, interleaved, heads))
 
 
 def _other_dots(config: "PreTrainedConfig") -> str | None:

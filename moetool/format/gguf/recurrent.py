@@ -5,7 +5,7 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/qwen.py`, `conversio
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from moetool.format.gguf.family import (
     ATTENTION,
-    HEAD_NORMS,
     Change,
     Config,
     GgufFamily,
+    Turn,
     beside,
+    changed,
     head_norms,
+    norms_plus_one,
     whole_numbers,
     without_experts,
 )
@@ -30,7 +32,6 @@ from moetool.format.gguf.routing import (
     IF_RENORMALIZED,
     N_SHARED,
     NOT_SCALED,
-    POST_ATTENTION,
     RENORMALIZED,
     SCALED,
     SIGMOID,
@@ -40,16 +41,10 @@ from moetool.format.gguf.words import EXPERT_WIDTH
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_Turn = Callable[[Config, Tensor], Tensor]
 _AXES = 11, 11, 10
 
 
-def changed(name: str, there: _Turn, back: _Turn) -> Change:
-    """The change of a tensor into one tensor of this name, and back."""
-    return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
-
-
-def _turned(name: str, there: _Turn, back: _Turn) -> Change:
+def _turned(name: str, there: Turn, back: Turn) -> Change:
     """A change that only puts a tensor's rows in another order."""
     return replace(changed(name, there, back), keeps_inputs=True)
 
@@ -57,11 +52,6 @@ def _turned(name: str, there: _Turn, back: _Turn) -> Change:
 def without_middle(name: str) -> Change:
     """Kernels `[channels, 1, width]` of a convolution, which a file has as `[channels, width]`."""
     return changed(name, lambda _, given: given.squeeze(1), lambda _, given: given.unsqueeze(1))
-
-
-def plus_one(name: str) -> Change:
-    """The weight of a norm that multiplies by one more than it says."""
-    return changed(name, lambda _, given: given.float() + 1, lambda _, given: given - 1)
 
 
 def decay(_: Config, logarithm: Tensor) -> Tensor:
@@ -74,7 +64,19 @@ def logarithm(_: Config, decay: Tensor) -> Tensor:
     return (-decay).log()
 
 
-def _column(there: _Turn, back: _Turn) -> tuple[_Turn, _Turn]:
+# Of Kimi's delta attention (KDA), in a layer: tensors, and the decay of its states.
+KDA_NAMES: Mapping[str, str] = {
+    **{f"self_attn.{one}_conv1d.weight": f"ssm_conv1d_{one}.weight" for one in ("q", "k", "v")},
+    **{f"self_attn.{one}_proj.weight": f"ssm_{one}.weight" for one in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.b_proj.weight": "ssm_beta.weight",
+    "self_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.o_norm.weight": "ssm_norm.weight",
+}
+KDA_MODULES: Mapping[str, str] = {"self_attn.f_": "self_attn.forget_gate.f_"}
+KDA_CHANGES: Mapping[str, Change] = {"self_attn.A_log": changed("ssm_a", decay, logarithm)}
+
+
+def _column(there: Turn, back: Turn) -> tuple[Turn, Turn]:
     """A change and its way back, of numbers `[numbers]` that a file has below each other, `[numbers, 1]`."""
     return (
         lambda config, given: there(config, given).unsqueeze(-1),
@@ -138,15 +140,7 @@ def _other_delta_rule(config: "PreTrainedConfig") -> str | None:
 
 
 _back = partial(partial, back=True)
-_NORMS_PLUS_ONE = {
-    name: plus_one(own)
-    for name, own in {
-        "input_layernorm.weight": "attn_norm.weight",
-        **POST_ATTENTION,
-        "model.norm.weight": "output_norm.weight",
-        **HEAD_NORMS,
-    }.items()
-}
+_NORMS_PLUS_ONE = norms_plus_one("post_attention_norm.weight")
 _QWEN3_NEXT = GgufFamily(
     "qwen3_next",
     "qwen3next",

@@ -1,6 +1,6 @@
 """What many families share: how a router weighs experts, entries and names in words of `config.json` and of GGUF."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import ATTENTION, GgufFamily
@@ -58,6 +58,27 @@ ROUTED_AS_DEEPSEEK = GgufFamily(
     flags=IF_RENORMALIZED,
     fixed=SIGMOID,
 )
+
+# Added by transformers to the mean square in some norms, whatever a config says of the others.
+FIXED_EPSILON = 1e-6
+
+
+def told_epsilon(sentence: str) -> Callable[["PreTrainedConfig"], str | None]:
+    """Make the remark of a family in which llama.cpp takes `rms_norm_eps` where transformers takes `FIXED_EPSILON`: the
+    sentence, in which `{eps}` stands for the config's, where the two differ."""
+
+    def remark(config: "PreTrainedConfig") -> str | None:
+        return None if config.rms_norm_eps == FIXED_EPSILON else sentence.format(eps=config.rms_norm_eps)
+
+    return remark
+
+
+def other_scores(config: "PreTrainedConfig") -> str | None:
+    """Why llama.cpp computes other scores of attention, which it does not multiply as stretched rotary embeddings may
+    ask for; `None` if they are not stretched."""
+    if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
+        return f"it does not multiply the scores of attention as rotary embeddings of the kind '{kind}' may ask for"
+    return None
 
 
 def other_indexer(config: "PreTrainedConfig") -> str | None:

@@ -6,14 +6,16 @@ Sources: https://arxiv.org/abs/2409.19606; https://github.com/ggml-org/llama.cpp
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, beside, nearest, nothing, whole_numbers
+from moetool.format.gguf.family import Change, Config, GgufFamily, beside, changed, nearest, nothing, whole_numbers
 from moetool.format.gguf.latent import DEEPSEEK_V32
-from moetool.format.gguf.recurrent import changed, decay, logarithm
+from moetool.format.gguf.recurrent import KDA_CHANGES, KDA_MODULES, KDA_NAMES
+from moetool.format.gguf.routing import other_scores
 from moetool.format.gguf.words import SHARED_EXPERT, halved, interleaved
 
 if TYPE_CHECKING:
@@ -38,18 +40,14 @@ def _neighbours(name: str, width: Callable[[Config], int], *, keeps_inputs: bool
     """Heads, so many rows each, whose last rows rotary embeddings turn: half a head apart in a checkpoint, neighbours
     in a file."""
 
-    def ordered(config: Config, given: Tensor, order: _Order) -> Tensor:
+    def ordered(order: _Order, config: Config, given: Tensor) -> Tensor:
         by_head = given.unflatten(0, (-1, width(config)))
         kept = width(config) - sum(whole_numbers(config, "qk_rope_head_dim"))
         turned = order(by_head[:, kept:].flatten(0, 1), len(by_head)).unflatten(0, (len(by_head), -1))
         return torch.cat([by_head[:, :kept], turned], dim=1).flatten(0, 1)
 
-    return Change(
-        (name,),
-        lambda config, given: [ordered(config, given, interleaved)],
-        lambda config, given: ordered(config, given[0], halved),
-        keeps_inputs=keeps_inputs,
-    )
+    there, back = partial(ordered, interleaved), partial(ordered, halved)
+    return replace(changed(name, there, back), keeps_inputs=keeps_inputs)
 
 
 def _of_indexer(name: str) -> Change:
@@ -73,9 +71,7 @@ def _other_hy_v4(config: "PreTrainedConfig") -> str | None:
         return "its first layer points out its own tokens (indexer_types)"
     if config.index_head_dim <= config.qk_rope_head_dim:
         return "what points out tokens has wider heads (index_head_dim) than what is turned of them (qk_rope_head_dim)"
-    if (kind := config.rope_parameters.get("rope_type", "default")) != "default":
-        return f"it does not multiply the scores of attention as rotary embeddings of the kind '{kind}' may ask for"
-    return _other_limit(config)
+    return other_scores(config) or _other_limit(config)
 
 
 _STREAMS = {"attn": "attn", "mlp": "ffn"}  # what reads them: in a checkpoint and in a file
@@ -154,18 +150,14 @@ _GLM5_NEXT = replace(
     names={
         **DEEPSEEK_V32.names,
         **beside("mlp.shared_experts"),
-        "self_attn.b_proj.weight": "ssm_beta.weight",
-        "self_attn.o_norm.weight": "ssm_norm.weight",
-        "self_attn.dt_bias": "ssm_dt.bias",
-        **{f"self_attn.{one}_proj.weight": f"ssm_{one}.weight" for one in ("f_a", "f_b", "g_a", "g_b")},
-        **{f"self_attn.{one}_conv1d.weight": f"ssm_conv1d_{one}.weight" for one in ("q", "k", "v")},
+        **KDA_NAMES,
         "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
         **{f"hc_{own}_{part}": f"hc_{own}_{part}.weight" for own in _STREAMS.values() for part in _PARTS},
     },
-    modules={"self_attn.f_": "self_attn.forget_gate.f_"},
+    modules=KDA_MODULES,
     changes={
         **DEEPSEEK_V32.changes,
-        "self_attn.A_log": changed("ssm_a", decay, logarithm),
+        **KDA_CHANGES,
         "self_attn.indexer.index_kpool_compress_gate": nearest("indexer_compressor_gate.weight"),
     },
     counts={
