@@ -19,6 +19,7 @@ from stored_bits import save_mxfp4
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 
@@ -469,6 +470,17 @@ def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, mode
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
     assert fields["qwen3vlmoe.n_deepstack_layers"].contents() == 2
     assert fields["qwen3vlmoe.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+
+
+def test_what_a_config_leaves_out_around_a_language_model(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    """The file says what transformers takes there."""
+    source = copy_of(model("qwen4_exp"), tmp_path / "source")
+    config = config_of(source)
+    del config["image_token_id"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert export(run_cli, source, tmp_path / "out", "--type", "f32").code == 0
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen4exp.ple.image_token_id"].contents() == Qwen4ExpConfig().image_token_id
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "dots1", "exaone_moe", "mellum", "mimo_v2_flash", "minimax_m2"])

@@ -50,7 +50,7 @@ class GgufFacts:
     @cached_property
     def config(self) -> "PreTrainedConfig":
         """transformers' config of the language model, defaults filled in. Raises `InvalidInputError`."""
-        text = self._whole_config.get_text_config()
+        text = self.whole_config.get_text_config()
         if getattr(text, "per_layer_config", None):  # what most layers have, where transformers asks which one is meant
             text.allow_global_per_layer_attribute_access = True
         if self.family.turns_by_layer and (bases := [base for base in text.layer_rope_theta if base]):
@@ -58,7 +58,7 @@ class GgufFacts:
         return text
 
     @cached_property
-    def _whole_config(self) -> "PreTrainedConfig":
+    def whole_config(self) -> "PreTrainedConfig":
         """transformers' config of the language model and all that lies around it."""
         return model_config(self.checkpoint.config, self.checkpoint.path)
 
@@ -71,7 +71,7 @@ class GgufFacts:
     @property
     def is_within(self) -> bool:
         """Whether the language model lies in a model that sees or hears, too."""
-        return self._whole_config.get_text_config() is not self._whole_config
+        return self.whole_config.get_text_config() is not self.whole_config
 
     @property
     def moe(self) -> Architecture | None:
@@ -115,7 +115,7 @@ class GgufFacts:
     @cached_property
     def is_tied(self) -> bool:
         """Whether the model's head shares the matrix of its embeddings, which the config of the whole model says."""
-        is_said = self.family.may_tie and getattr(self._whole_config, "tie_word_embeddings", False)
+        is_said = self.family.may_tie and getattr(self.whole_config, "tie_word_embeddings", False)
         return is_said or self.head_name not in self.checkpoint.tensors
 
     @cached_property

@@ -60,13 +60,12 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
         write = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         (writer.add_float32 if isinstance(value, float) else write)(f"{start}.{own}", value)
     for key, own in family.of_whole.items():
-        if source.is_within and (token := source.checkpoint.config.get(key)) is not None:
-            writer.add_uint32(f"{start}.{own}", int(str(token)))
+        if source.is_within and (value := getattr(source.whole_config, key, None)) is not None:
+            writer.add_uint32(f"{start}.{own}", int(value))
     _describe_constants(writer, source)
     if family.has_deep_stack:
-        eyes = source.checkpoint.config.get("vision_config")
-        layers = eyes.get("deepstack_visual_indexes", ()) if isinstance(eyes, dict) else ()
-        writer.add_uint32(f"{start}.n_deepstack_layers", len(layers))
+        eyes = getattr(source.whole_config, "vision_config", None)
+        writer.add_uint32(f"{start}.n_deepstack_layers", len(getattr(eyes, "deepstack_visual_indexes", ())))
     _describe_heads(writer, source)
     _describe_rope(writer, source)
     _describe_windows(writer, source)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Setting = int | float | bool
 Config = Mapping[str, object]
-Turn = Callable[[Config, Tensor], Tensor]
+Recast = Callable[[Config, Tensor], Tensor]
 
 ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 _OUTSIDE = {
@@ -88,7 +88,7 @@ class Change:
     keeps_inputs: bool = False
 
 
-def changed(name: str, there: Turn, back: Turn) -> Change:
+def changed(name: str, there: Recast, back: Recast) -> Change:
     """The change of a tensor into one tensor of this name, and back."""
     return Change((name,), lambda config, given: [there(config, given)], lambda config, given: back(config, given[0]))
 

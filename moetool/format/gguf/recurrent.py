@@ -18,7 +18,7 @@ from moetool.format.gguf.family import (
     Change,
     Config,
     GgufFamily,
-    Turn,
+    Recast,
     beside,
     changed,
     head_norms,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _AXES = 11, 11, 10
 
 
-def _turned(name: str, there: Turn, back: Turn) -> Change:
+def _turned(name: str, there: Recast, back: Recast) -> Change:
     """A change that only puts a tensor's rows in another order."""
     return replace(changed(name, there, back), keeps_inputs=True)
 
@@ -76,7 +76,7 @@ KDA_MODULES: Mapping[str, str] = {"self_attn.f_": "self_attn.forget_gate.f_"}
 KDA_CHANGES: Mapping[str, Change] = {"self_attn.A_log": changed("ssm_a", decay, logarithm)}
 
 
-def _column(there: Turn, back: Turn) -> tuple[Turn, Turn]:
+def _column(there: Recast, back: Recast) -> tuple[Recast, Recast]:
     """A change and its way back, of numbers `[numbers]` that a file has below each other, `[numbers, 1]`."""
     return (
         lambda config, given: there(config, given).unsqueeze(-1),
