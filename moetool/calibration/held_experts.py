@@ -1,6 +1,7 @@
 """Some of a layer's experts, in memory, and how one of them is run."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,12 +22,22 @@ class ExpertRun(NamedTuple):
         activation: `[routed, intermediate]`, the input of the down matrix.
         product: `[routed, hidden]`, of the down matrix.
         output: the same with its bias and through the experts' norm, if there are these.
+        activate: computes `activation` from `gate_up`.
     """
 
     gate_up: Tensor
     activation: Tensor
     product: Tensor
     output: Tensor
+    activate: Callable[[Tensor], Tensor] = torch.nn.functional.silu
+
+    def slopes(self, gate_up: Tensor) -> Tensor:
+        """The derivatives of the activations of some tokens by their `gate_up`, of which each activation depends on
+        one or two numbers: of the shape and dtype of `gate_up`."""
+        with torch.enable_grad():
+            leaf = gate_up.detach().requires_grad_(True)
+            [found] = torch.autograd.grad(self.activate(leaf).sum(), leaf)
+        return found
 
 
 class HeldExperts:
@@ -85,10 +96,11 @@ class HeldExperts:
         """Run one expert on the tokens routed to it, `[routed, hidden]`, and return its values at every step."""
         own = expert - self.experts.start
         gate_up = fused.entered(self._native, inputs, self._entering[own])
-        activation = fused.activation(self._native, expert, gate_up)
+        activate = partial(fused.activation, self._native, expert)
+        activation = activate(gate_up)
         product = fused.left(self._native, activation, self._down[own])
         output = fused.normed(self._native, fused.add_bias(self._native, "down_proj", expert, product))
-        return ExpertRun(gate_up, activation, product, output)
+        return ExpertRun(gate_up, activation, product, output, activate)
 
 
 def working_sets(experts: int, at_once: int) -> tuple[range, ...]:

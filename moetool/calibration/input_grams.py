@@ -9,6 +9,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Owned, Peers
+from moetool.calibration.slopes import SlopeSamples
 from moetool.numerics.gram import Gram
 from moetool.numerics.shrinkage import shrink
 
@@ -28,12 +29,24 @@ class InputGramCollector(GramsInSets):
 
     Where the experts are wide, one matrix stands for down in all of them, scaled by how much energy each channel
     carries in each expert.
+
+    Attributes:
+        slopes: of the activations of each expert on a sample of its tokens, where they were asked for.
     """
 
     def __init__(
-        self, shape: MoEShape, device: torch.device, owned: Owned | None = None, at_once: int | None = None
+        self,
+        shape: MoEShape,
+        device: torch.device,
+        owned: Owned | None = None,
+        at_once: int | None = None,
+        *,
+        slopes: bool = False,
     ) -> None:
         super().__init__(shape, device, owned, at_once, GRAM_DTYPE)
+        self.slopes = SlopeSamples() if slopes else None
+        if self.slopes is not None and (at_once is None or at_once >= shape.experts):
+            self.slopes.hold(range(shape.experts))
         width, self.each_down = shape.intermediate, keeps_each_down(shape)
         self._down = ExpertGrams(shape.experts, width, device, at_once, GRAM_DTYPE) if self.each_down else None
         self._whole_down = None if self.each_down else Gram(width, device, GRAM_DTYPE)
@@ -46,6 +59,8 @@ class InputGramCollector(GramsInSets):
         self.inputs.add(expert, inputs)
         if self._down is not None:
             self._down.add(expert, activation)
+        if self.slopes is not None:
+            self.slopes.observe(expert, work)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
@@ -59,6 +74,8 @@ class InputGramCollector(GramsInSets):
         for grams in (self.inputs, self._down):
             if grams is not None:
                 grams.hold(experts)
+        if self.slopes is not None:
+            self.slopes.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
         if peers.size == 1:
@@ -70,6 +87,8 @@ class InputGramCollector(GramsInSets):
             self._down.reduce(partial(self._owned.owner, "down"), peers)
         if self._whole_down is not None:
             peers.all_reduce(self._whole_down.matrix())
+        if self.slopes is not None:
+            self.slopes.reduce(partial(self._owned.owner, "up"), peers)
 
     def energy(self) -> Tensor:
         """`[3, experts]` fp64: Σ over an expert's tokens of the squared norm of each role's input."""

@@ -1,7 +1,7 @@
 """The non-uniform levels of `numerics.quantization` as a coder for `numerics.output_codes`."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ class LevelCodes:
     bits."""
 
     noise: ClassVar[Mapping[int, float]] = {1: 0.363, 2: 0.117, 3: 0.035}
+    least_rows: ClassVar[int] = 16
+    ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         alike: dict[tuple[int, int], list[int]] = {}
@@ -28,3 +30,9 @@ class LevelCodes:
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         return dequantize(codes, scales, bits, torch.float32)
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        return torch.arange(rows)
+
+    def after(self, codes: Sequence[Tensor]) -> Self:
+        return self

@@ -12,14 +12,15 @@ trained models, in which inputs tell much of each other, wider scales leave .2 t
 alone does, and .5 to .9 at 2 bits; where inputs tell as little of each other as in SmolLM2-135M they stay as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
+from moetool.numerics.row_feedback import RowFeedback
 from moetool.numerics.scale_fitting import fitted_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
@@ -29,7 +30,15 @@ TRIED_ROWS = 32
 
 
 class Coder(Protocol):
-    """A way to code numbers under scales that are shared by groups of inputs."""
+    """A way to code numbers under scales that are shared by groups of inputs.
+
+    Attributes:
+        least_rows: rows that are to be coded together at least, where rows are coded in turn.
+        ahead: rows behind them that are coded with them, and then anew.
+    """
+
+    least_rows: ClassVar[int]
+    ahead: ClassVar[int]
 
     @property
     def noise(self) -> Mapping[int, float]:
@@ -42,6 +51,12 @@ class Coder(Protocol):
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         """Return the values `[out, in]` fp32 that codes `[out, in]` of `bits` bits stand for under `scales` `[out,
         groups]`."""
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        """The order `[rows]` int64 in which rows can be coded some after the other."""
+
+    def after(self, codes: Sequence[Tensor]) -> Self:
+        """The coder of the rows that follow those of the last `codes` `[rows, in]`, in that order, if there are any."""
 
 
 def coded_for_outputs(
@@ -58,12 +73,49 @@ def coded_for_outputs(
     Raises:
         ValueError: there are other inputs behind the feedback, or values that are not finite.
     """
-    parts = _widened(parts, coder, feedback)
+    parts = [_widened(*each) for each in zip(parts, _widths(parts, coder, feedback), strict=True)]
     fitted = partial(_fitted, coder=coder, feedback=feedback, keeps_size=keeps_size)
     return [
         (codes, fitted(part, codes) if part.bits in coder.noise else part.scales)
         for part, codes in zip(parts, coder.fed_back(parts, feedback), strict=True)
     ]
+
+
+def coded_in_turn(
+    count: int,
+    start: Callable[[Tensor], Coded],
+    coder: Coder,
+    feedback: Feedback,
+    rows: RowFeedback,
+    *,
+    keeps_size: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Find codes [count, in] and scales [count, groups] of least loss for the next rows, some after the other.
+
+    Args:
+        count: how many rows.
+        start: finds scales that suit the nearest codes of some rows.
+        coder: how numbers are coded.
+        feedback: of the inputs.
+        rows: gives the rows, in order, and takes what has become of them.
+        keeps_size: whether outputs shall be as large as they were, and not what loses least by itself.
+
+    Raises:
+        ValueError: there are other inputs behind the feedback, or values that are not finite.
+    """
+    [width] = _widths([start(rows.coming(count))], coder, feedback)
+    codes, scales = list[Tensor](), list[Tensor]()
+    for size in rows.blocks(count, coder.least_rows):
+        part = _widened(start(rows.target(min(size + coder.ahead, count))), width)
+        count -= size
+        own = coder.after(codes)
+        [found] = own.fed_back([part], feedback)
+        part, found = Coded(part.matrix[:size], part.scales[:size], part.bits), found[:size]
+        codes.append(found)
+        is_fitted = part.bits in coder.noise
+        scales.append(_fitted(part, found, own, feedback, keeps_size=keeps_size) if is_fitted else part.scales)
+        rows.add(own.decoded(found, scales[-1], part.bits))
+    return torch.cat(codes), torch.cat(scales)
 
 
 def widest_scales(flatness: float, noise: float) -> float | None:
@@ -86,9 +138,14 @@ def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback, *, kee
     return fitted_scales(part.matrix, decoded, part.scales, feedback.gram, keeps_size=keeps_size)
 
 
-def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[Coded]:
-    """The parts, with wider scales where some of their rows lose less with these; each trial by itself, as numbers of
-    a trellis depend on those in other rows."""
+def _widened(part: Coded, width: float) -> Coded:
+    """The part with scales that are wider by a factor."""
+    return part if width == 1 else Coded(part.matrix, _times(part.scales, width), part.bits)
+
+
+def _widths(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[float]:
+    """By how much wider scales some rows of each part lose least; each trial by itself, as numbers of a trellis depend
+    on those in other rows."""
     tried: dict[int, tuple[float, ...]] = {}  # how much wider, by part
     trials: list[Coded] = []
     for place, part in enumerate(parts):
@@ -99,12 +156,10 @@ def _widened(parts: Sequence[Coded], coder: Coder, feedback: Feedback) -> list[C
             tried[place] = 1.0, *(widest**power for power in POWERS)
             trials += [Coded(part.matrix[few], _times(part.scales[few], width), part.bits) for width in tried[place]]
     coded = zip(trials, coder.fed_back(trials, feedback), strict=True)
-    found = list(parts)
+    found = [1.0] * len(parts)
     for place, widths in tried.items():
         lost = _lost([next(coded) for _ in widths], coder, feedback)
-        matrix, scales, bits, _ = parts[place]
-        if (best := widths[lost.index(min(lost))]) > 1:
-            found[place] = Coded(matrix, _times(scales, best), bits)
+        found[place] = widths[lost.index(min(lost))]
     return found
 
 

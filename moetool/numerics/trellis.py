@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import repeat
 from typing import ClassVar
 
 import torch
@@ -139,6 +140,13 @@ class TrellisCodes:
     """Paths that make good for errors of the inputs before, for `numerics.output_codes`."""
 
     noise: ClassVar[Mapping[int, float]] = {1: 0.280, 2: 0.077, 3: 0.021}
+    least_rows: ClassVar[int] = 32
+    ahead: ClassVar[int] = 8
+
+    def __init__(self, before: Tensor | None = None) -> None:
+        """Paths through the rows of whole matrices; or through rows that come in the order of a path, which goes on
+        from the codes of the rows `before` [rows, in] uint8."""
+        self._before = before
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         """Find codes `[out, in]` of each part that make up for each other's errors, by the best path through the
@@ -150,12 +158,25 @@ class TrellisCodes:
         return [self._fed_back(part, feedback) for part in parts]
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-        return decoded(codes, scales, bits, torch.float32)
+        if self._before is None:
+            return decoded(codes, scales, bits, torch.float32)
+        found = values(bits, codes.device)[windows(torch.cat([self._before, codes]), bits)[len(self._before) :]]
+        return (found.view(*scales.shape, -1) * scales.float().unsqueeze(2)).view(codes.shape)
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        return in_order(rows, bits)
+
+    def after(self, codes: Sequence[Tensor]) -> "TrellisCodes":
+        return TrellisCodes(torch.cat([own[-WINDOW:] for own in codes[-1:]] or [torch.empty(0, dtype=torch.uint8)]))
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
-        order = in_order(len(part.matrix), part.bits)
+        order, begins = in_order(len(part.matrix), part.bits), None
+        if self._before is not None:
+            order = torch.arange(len(part.matrix))
+        if self._before is not None and len(self._before):
+            begins = _state(self._before.cpu(), part.bits)[feedback.order.cpu()]
         lines = part.matrix.detach().float().cpu()[order].T.contiguous()
-        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous())
+        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous(), begins)
         return _as_rows(fed_back(lines, grid, part.scales.shape[1], feedback), order).to(part.matrix.device)
 
 
@@ -180,25 +201,28 @@ def _as_rows(lines: Tensor, order: Tensor) -> Tensor:
 class Paths:
     """Finds paths of columns whose values are scaled, for error feedback."""
 
-    def __init__(self, bits: int, scales: Tensor) -> None:
-        """`scales` [groups, rows] fp32."""
+    def __init__(self, bits: int, scales: Tensor, begins: Tensor | None = None) -> None:
+        """`scales` [groups, rows] fp32; columns begin in these states [in] int32 one after the other, without in 0."""
         self._bits, self._scales = bits, scales
+        self._begins = repeat(0) if begins is None else iter(begins.tolist())
         self._inverse = 1 / torch.where(scales > 0, scales, 1)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
         """Find the path nearest to the column `values` [rows]: writes `codes` [rows] uint8, returns its numbers."""
-        return path(values * self._inverse[group], self._bits, codes).mul_(self._scales[group])
+        begin = next(self._begins)
+        return path(values * self._inverse[group], self._bits, codes, begin).mul_(self._scales[group])
 
 
-def path(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
-    """The values of the path that is nearest to `numbers` of variance one; writes its `codes` uint8.
+def path(numbers: Tensor, bits: int, codes: Tensor, begin: int = 0) -> Tensor:
+    """The values of the path that is nearest to `numbers` of variance one, from the state `begin` on (`_state`); writes
+    its `codes` uint8.
 
     All are [n] or [lines, n], each line by itself, in fp32, on a CPU, contiguous.
     """
     if compiler.problem():
         if numbers.dim() == 1:
-            return _by_torch(numbers, bits, codes)
-        return torch.stack([_by_torch(line, bits, own) for line, own in zip(numbers, codes, strict=True)])
+            return _by_torch(numbers, bits, codes, begin)
+        return torch.stack([_by_torch(line, bits, own, begin) for line, own in zip(numbers, codes, strict=True)])
     found, table = torch.empty_like(numbers), _newest_lowest(bits)
     compiler.library().moetool_trellis(
         ctypes.c_void_p(numbers.data_ptr()),
@@ -207,6 +231,7 @@ def path(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
         ctypes.c_int(bits),
         ctypes.c_int(WINDOW),
         ctypes.c_long(_SEGMENT),
+        ctypes.c_int(begin),
         ctypes.c_void_p(table.data_ptr()),
         ctypes.c_void_p(codes.data_ptr()),
         ctypes.c_void_p(found.data_ptr()),
@@ -225,12 +250,21 @@ def reordered(states: Tensor, bits: int) -> Tensor:
     return found
 
 
+def _state(before: Tensor, bits: int) -> Tensor:
+    """The states [in] int32 in which paths have come through codes `before` [rows, in] uint8: the newest code in the
+    lowest bits."""
+    found = torch.zeros(before.shape[1:], dtype=torch.int32)
+    for codes in before[-WINDOW:]:
+        found = (found << bits | codes) & (2**WINDOW - 1)
+    return found
+
+
 @cache
 def _newest_lowest(bits: int) -> Tensor:
     return values(bits, torch.device("cpu"))[reordered(torch.arange(2**WINDOW), bits)].contiguous()
 
 
-def _by_torch(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
+def _by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int) -> Tensor:
     """Find the path in plain torch, all segments side by side; a hundred times slower than the compiled form."""
     table, branches = _newest_lowest(bits), 2**bits
     states, stems = len(table), len(table) // branches
@@ -240,7 +274,7 @@ def _by_torch(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
     lines = padded.view(count, _SEGMENT)
     costs = torch.zeros(count, states)
     costs[0] = 1e30
-    costs[0, 0] = 0
+    costs[0, begin] = 0
     origins = torch.empty(_SEGMENT, count, stems, dtype=torch.uint8)
     ends = [min(_SEGMENT, len(numbers) - first) for first in range(0, len(numbers), _SEGMENT)]
     at_end = torch.empty(count, states)

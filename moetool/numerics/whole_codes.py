@@ -9,7 +9,7 @@ On normal weights in groups of 128 that leaves an error of .361, .184, .095 at 2
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -96,12 +96,20 @@ class WholeCodes:
     """A `Coder` of signed whole numbers times the scale of their group, as other engines read them (GPTQ, AWQ)."""
 
     noise: ClassVar[Mapping[int, float]] = {2: 0.130, 3: 0.034}
+    least_rows: ClassVar[int] = 16
+    ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         return [self._fed_back(part, feedback) for part in parts]
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         return decode_whole(codes, scales)
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        return torch.arange(rows)
+
+    def after(self, codes: Sequence[Tensor]) -> Self:
+        return self
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
         codes = part.codes

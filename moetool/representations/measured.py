@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import Factorization, factorize, truncate
+from moetool.numerics.row_feedback import RowMetric
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Measured:
         basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
         feedback: of `gram`, where it was made before.
         factorization: of `row_scale[:, None] * matrix`, where the leading directions were found before.
+        outputs: how errors in the rows of a matrix count together, so that codes make good for those of other rows.
         keeps_size: whether codes shall have outputs of the size they had; refinement finds sizes itself.
     """
 
@@ -31,6 +33,7 @@ class Measured:
     basis: Tensor | None = None
     feedback: Feedback | None = None
     factorization: Factorization | None = None
+    outputs: RowMetric | None = None
     keeps_size: bool = True
 
     @property

@@ -25,6 +25,7 @@ from moetool.representations.quantized import (
     ROW,
     Quantized,
     QuantizedWeight,
+    encode_by_rows,
     encode_together,
     fitting_group,
     parse_quantization,
@@ -183,8 +184,12 @@ class MixedRows(Representation):
         measured = measured.with_feedback()
         places = self.ranked(self.counts(matrix, measured))
         order = places.argsort(stable=True)
-        parts = [(matrix[order[part.first : part.last]], part.form) for part in self.coded(shape)]
-        found = encode_together(parts, dtype, measured)
+        if measured.outputs is None:
+            parts = [(matrix[order[part.first : part.last]], part.form) for part in self.coded(shape)]
+            found = encode_together(parts, dtype, measured)
+        else:
+            counted = [(part.rows, part.form) for part in self.row_parts(shape)]
+            found = encode_by_rows(matrix, counted, order, dtype, measured)
         return {
             "codes": torch.cat([own["codes"] for own in found]),
             "scales": torch.cat([own["scales"] for own in found]),

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -13,9 +14,10 @@ from torch.nn import functional as F
 from moetool.numerics.coded_product import can_multiply, coded_product
 from moetool.numerics.error_feedback import Coded
 from moetool.numerics.level_codes import LevelCodes
-from moetool.numerics.output_codes import coded_for_outputs
+from moetool.numerics.output_codes import Coder, coded_for_outputs, coded_in_turn
 from moetool.numerics.packing import pack, packed_size, unpack
 from moetool.numerics.quantization import BITS, dequantize, quantize
+from moetool.numerics.row_feedback import RowFeedback
 from moetool.numerics.work import Work
 from moetool.representations.base import Representation, RowPart, Stored, Weight, empty_parameter
 from moetool.representations.measured import NOTHING, Measured
@@ -82,8 +84,27 @@ class Quantized(Representation):
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
-        output, see `numerics.error_feedback`."""
+        output, see `numerics.error_feedback`; with a metric of outputs, those of several rows, too
+        (`numerics.row_feedback`)."""
+        if measured.outputs is not None:
+            [found] = encode_by_rows(matrix, [(len(matrix), self)], torch.arange(len(matrix)), dtype, measured)
+            return found
+        return self.encode_alike(matrix, dtype, measured)
+
+    def encode_alike(self, matrix: Tensor, dtype: torch.dtype, measured: Measured) -> dict[str, Tensor]:
+        """Encode a matrix whose rows do not make good for each other's errors."""
         return _coded([(matrix, self)], dtype, measured)[0]
+
+    def scaled(self, matrix: Tensor, dtype: torch.dtype, importance: Tensor | None) -> Coded:
+        """Find scales that suit the nearest codes of a matrix `[out, in]`, whose inputs `[in]` count so much."""
+        group = group_size(self.group, matrix.shape[1])
+        codes, scales = quantize(matrix, self.bits, group, dtype, importance=importance)
+        return Coded(matrix, scales, self.bits, codes)
+
+    @property
+    def coder(self) -> Coder:
+        """How numbers are coded."""
+        return LevelCodes()
 
     @property
     def is_coarse(self) -> bool:
@@ -128,6 +149,45 @@ def encode_together(
     return [form.encode(matrix, dtype, measured) if form.is_alone else next(together) for matrix, form in parts]
 
 
+def encode_by_rows(
+    matrix: Tensor,
+    parts: Sequence[tuple[int, Quantized | None]],
+    order: Tensor,
+    dtype: torch.dtype,
+    measured: Measured,
+) -> list[dict[str, Tensor]]:
+    """Encode so many rows of a matrix in each form, where errors of all rows count together.
+
+    Args:
+        matrix: [out, in], floating and finite.
+        parts: numbers of rows, and the form that they are stored in, if they are stored.
+        order: [out] int64, the rows of the parts, one part after the other.
+        dtype: of scales.
+        measured: with a metric of outputs.
+
+    Returns:
+        The tensors of each part that has a form.
+    """
+    measured = measured.with_feedback()
+    pieces = [(form, own) for (_, form), own in zip(parts, order.split([count for count, _ in parts]), strict=True)]
+    if measured.feedback is None or measured.outputs is None:
+        return [form.encode_alike(matrix[own], dtype, measured) for form, own in pieces if form is not None]
+    within = [torch.arange(len(own)) if form is None else form.coder.order(len(own), form.bits) for form, own in pieces]
+    coming = torch.cat([own[inner] for (_, own), inner in zip(pieces, within, strict=True)])
+    rows, found = RowFeedback(measured.outputs, coming.to(matrix.device), matrix.detach().float()), []
+    for (form, own), inner in zip(pieces, within, strict=True):
+        if form is None:
+            rows.leave_out(len(own))
+            continue
+        start = partial(form.scaled, dtype=dtype, importance=measured.energy)
+        codes, scales = coded_in_turn(
+            len(own), start, form.coder, measured.feedback, rows, keeps_size=measured.keeps_size
+        )
+        back = inner.argsort()
+        found.append({"codes": pack(codes[back].reshape(-1), form.bits), "scales": scales[back]})
+    return found
+
+
 def _coded(
     forms: Sequence[tuple[Tensor, Representation]], dtype: torch.dtype, measured: Measured
 ) -> list[dict[str, Tensor]]:
@@ -136,15 +196,10 @@ def _coded(
     assert len(parts) == len(forms), "what is not encoded alone is quantized"
     if not parts:
         return []
-    found = []
-    for matrix, form in parts:
-        group = group_size(form.group, matrix.shape[1])
-        found.append(quantize(matrix, form.bits, group, dtype, importance=measured.energy))
-    if (feedback := measured.with_feedback().feedback) is not None:
-        coded = [
-            Coded(matrix, scales, form.bits, codes)
-            for (matrix, form), (codes, scales) in zip(parts, found, strict=True)
-        ]
+    coded = [form.scaled(matrix, dtype, measured.energy) for matrix, form in parts]
+    if (feedback := measured.with_feedback().feedback) is None:
+        found = [(part.codes, part.scales) for part in coded]
+    else:
         found = coded_for_outputs(coded, LevelCodes(), feedback, keeps_size=measured.keeps_size)
     return [
         {"codes": pack(codes.reshape(-1), form.bits), "scales": scales}

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from moetool.numerics import trellis
 from moetool.numerics.error_feedback import Coded
-from moetool.numerics.output_codes import coded_for_outputs
+from moetool.numerics.output_codes import Coder, coded_for_outputs
 from moetool.numerics.packing import pack, unpack
 from moetool.numerics.work import Work
 from moetool.representations.base import Stored
-from moetool.representations.measured import NOTHING, Measured
+from moetool.representations.measured import Measured
 from moetool.representations.operand import Operand
 from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
 from moetool.representations.trainable import TrainableScales
@@ -50,16 +50,22 @@ class Trellis(Quantized):
     def trial_work(self, columns: int) -> Work:
         return super().trial_work(columns) + trellis_paths((TRIAL_ROWS, columns), self.bits)
 
-    def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
-        """`matrix` is floating and finite, scales are in `dtype`. With a Gram matrix errors are chosen to cancel in the
-        output, see `numerics.error_feedback`."""
+    def scaled(self, matrix: Tensor, dtype: torch.dtype, importance: Tensor | None) -> Coded:
         group = group_size(self.group, matrix.shape[1])
-        scales = trellis.fitting_scales(matrix, self.bits, group, dtype, importance=measured.energy)
+        return Coded(matrix, trellis.fitting_scales(matrix, self.bits, group, dtype, importance=importance), self.bits)
+
+    @property
+    def coder(self) -> Coder:
+        return trellis.TrellisCodes()
+
+    def encode_alike(self, matrix: Tensor, dtype: torch.dtype, measured: Measured) -> dict[str, Tensor]:
+        found = self.scaled(matrix, dtype, measured.energy)
+        scales = found.scales
         if (feedback := measured.with_feedback().feedback) is None:
             codes = trellis.nearest_codes(matrix, scales, self.bits)
         else:
             [(codes, scales)] = coded_for_outputs(
-                [Coded(matrix, scales, self.bits)], trellis.TrellisCodes(), feedback, keeps_size=measured.keeps_size
+                [found], trellis.TrellisCodes(), feedback, keeps_size=measured.keeps_size
             )
         return {"codes": pack(codes.reshape(-1), self.bits), "scales": scales}
 

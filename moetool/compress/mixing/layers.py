@@ -32,7 +32,7 @@ from moetool.compress.mixing.measuring import (
 )
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining, Refining
-from moetool.compress.refining.metric import OutputGradients, metric_path
+from moetool.compress.refining.metric import OutputGradients, load_moment, metric_path
 from moetool.compress.results import MixedLayer
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
@@ -72,6 +72,7 @@ class MixedLayers:
         other.job, other._calibrated = part, self._calibrated.within(part)
         if self._refining is not None:
             other._refining = replace(self._refining, work=part.work)
+        if self._has_metrics:
             for layer in self._reader.moe_layers:
                 place(metric_path(self._measured, layer), metric_path(part.work, layer))
         return other
@@ -129,6 +130,11 @@ class MixedLayers:
         }
 
     @property
+    def _has_metrics(self) -> bool:
+        """Whether it is measured how errors at the output of a layer count together."""
+        return self._refining is not None or self._options.sensitivity == "channel"
+
+    @property
     def _measuring_passes(self) -> int:
         """Passes over the text that measuring a layer counts as in progress: about one for each storage scheme."""
         return len(self._schemes)
@@ -136,7 +142,7 @@ class MixedLayers:
     def _visit(self, index: int, layer: nn.Module) -> None:
         """Make a layer's base in every scheme, and measure all forms of its deltas."""
         job, calibrated = self.job, self._calibrated
-        metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if self._refining else []
+        metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if self._has_metrics else []
         merged = measured_base(calibrated, index, layer, self._merge, metrics)
         if metrics and job.ranks.is_first:
             metrics[0].save(metric_path(job.work, index))
@@ -166,20 +172,21 @@ class MixedLayers:
         job, calibrated, choice = self.job, self._calibrated, self._options.sensitivity
         base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
         deltas = Deltas(weights, base, job.device)
+        outputs = load_moment(metric_path(job.work, index), job.device) if choice == "channel" else None
         if self._refining is None:
             grams = self._grams(calibrated.sweep, index, layer, owned, keep=True)
-            yield from encoded(self._reader, deltas, layout, grams, choice, owned)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned, None, outputs)
             return
         with RoutedTokens(calibrated.sweep, index).kept() as examples:
             grams = self._grams(calibrated.sweep, index, layer, owned, examples, keep=True)
             native = calibrated.experts(layer)
             moved = LayerRefining(self._refining, index, native, weights, base, layout, examples)
-            yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved, outputs)
 
     def _grams(
         self, sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool
     ) -> InputGramCollector:
         """Gram matrices of the inputs of a layer's experts, from running it over the text of the sweep."""
-        grams = InputGramCollector(self._reader.shape, self.job.device, owned, self._calibrated.experts_at_once)
+        grams = InputGramCollector(self._reader.shape, self.job.device, owned, self._calibrated.experts_at_once, slopes=keep)
         sweep.forward(layer, module, [grams, *others], keep=keep)
         return grams

@@ -17,6 +17,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
 from moetool.compress.mixing.loss_estimates import losses, prepared
+from moetool.compress.mixing.output_metric import LayerMetric
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
@@ -133,6 +134,7 @@ def encoded(
     choice: Sensitivity,
     owned: Owned,
     refining: LayerRefining | None = None,
+    outputs: Tensor | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Encode each delta of a layer that this process has, in its form of the layout.
 
@@ -144,30 +146,37 @@ def encoded(
         choice: how errors of outputs are weighed.
         owned: matrices that this process encodes; whole experts where they are refined.
         refining: optimizer that moves each expert's tensors after they are encoded.
+        outputs: how errors at the layer's output count together; `None` if no gradients were taken.
 
     Yields:
         Tensors, by name relative to the experts.
     """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
+    seen = None if outputs is None else LayerMetric(outputs, grams, reader.shape, deltas)
 
     def own(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
         inputs: dict[bool, Measured] = {}
-        found = {}
+        found, errors = {}, dict[Role, Tensor]()
+        metric = None if seen is None else seen.of(expert)
         for role in reader.shape.roles:
             if not owned.has(role, expert):
                 continue
             form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
             rotation = layout.input_rotation(role)
-            target = _rotated(deltas.target(role, expert, form), rotation)
+            exact = target = _rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
                 found[role] = form.encode(target, reader.dtype)
                 continue
+            if metric is not None and (more := metric.moved(role, errors)) is not None:
+                target = target + more
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)
                 inputs = {role == "down": _inputs(gram, rotation, keeps_size=keeps_size)}
-            measured = prepared(target, [form], replace(inputs[role == "down"], row_scale=counts.row_scale))
-            found[role] = form.encode(target, reader.dtype, measured)
+            own = replace(inputs[role == "down"], row_scale=counts.row_scale)
+            own = own if metric is None else replace(own, outputs=metric.rows(role))
+            found[role] = form.encode(target, reader.dtype, prepared(target, [form], own))
+            errors[role] = exact - form.decode(found[role], matrix, reader.dtype).to(exact)
         return found
 
     for expert in (expert for experts in grams.sets() for expert in experts):

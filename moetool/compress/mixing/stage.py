@@ -180,7 +180,7 @@ class MixingStage(Stage[MixingOptionsT]):
         backward = cost.backward_scratch(reader, at_once)
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
-        metrics = 4 * shape.hidden**2 if options.refine else 0
+        metrics = 4 * shape.hidden**2 if options.refine or options.sensitivity == "channel" else 0
         schemes = [(scheme.forms, scheme.base) for scheme in self.offered]
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         return Plan(

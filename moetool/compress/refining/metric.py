@@ -47,7 +47,12 @@ def metric_path(work: Path, layer: int) -> Path:
 
 def load_metric(path: Path, device: torch.device) -> Tensor:
     """Read C `[hidden, hidden]` fp32, with which errors e `[tokens, hidden]` cost `½ ‖e C‖²` nats."""
-    return root(load_file(path)["mean"]).to(device)
+    return root(load_moment(path, device))
+
+
+def load_moment(path: Path, device: torch.device) -> Tensor:
+    """Read the mean of `g gᵀ`, `[hidden, hidden]` fp32 in nats²."""
+    return load_file(path)["mean"].to(device)
 
 
 def root(moment: Tensor) -> Tensor:
@@ -55,7 +60,7 @@ def root(moment: Tensor) -> Tensor:
     diagonal first. C is the identity where no gradient was seen."""
     mean = float(moment.diagonal().double().mean())
     if not mean > 0:
-        return torch.eye(len(moment))
+        return torch.eye(len(moment), device=moment.device)
     damped = moment.double() / mean
     damped.diagonal().add_(_DAMPING)
     return (torch.linalg.cholesky(damped) * mean**0.5).float()

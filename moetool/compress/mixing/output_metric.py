@@ -1,0 +1,132 @@
+"""How errors at the outputs of an expert's matrices count together, for `numerics.row_feedback`.
+
+All experts of a layer add to one output. Its second moment C C^T of the loss's gradient counts the errors of every
+down matrix. An error at gate and up of some neurons reaches that output by the slopes s of their activations and by
+the down matrix W, so that of two of these numbers
+
+    H_ij = E[s_i s_j] · (C^T W)_i · (C^T W)_j,
+
+with the slopes of a sample of the expert's tokens. No gradients per expert are kept, and there is less noise in it than
+in these: on a small Mixtral in 2 bits KL divergence was .93 times as large.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moetool.architectures import MoEShape, Role
+from moetool.bases.delta import Deltas
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.compress.refining.metric import root
+from moetool.numerics.row_feedback import CHUNK, RowMetric
+
+_OUTPUT_DAMPING = 0.1  # of every output's own moment
+_NEURON_DAMPING = 0.3  # of every gate's and up's: slopes of a few hundred tokens tell less
+_TINY = 1e-6  # of the mean moment
+
+
+class LayerMetric:
+    """The metrics of the experts of a layer."""
+
+    def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, deltas: Deltas) -> None:
+        """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams` holds,
+        and down matrices as `deltas` has them."""
+        self._down, self._grams, self._shape, self._deltas = OutputMetric(moment), grams, shape, deltas
+        self._root = root(moment).to(moment)
+
+    def of(self, expert: int) -> "ExpertMetric":
+        """The metrics of one expert."""
+        slopes = None if self._grams.slopes is None else self._grams.slopes.of(expert)
+        if slopes is None:
+            return ExpertMetric(self._down, None)
+        roles = self._shape.entering
+        by_role = dict(zip(roles, slopes.to(self._root).chunk(len(roles), 1), strict=True))
+        seen = self._root.T @ self._deltas.weight("down", expert).float()
+        return ExpertMetric(self._down, NeuronMetric(by_role, seen))
+
+
+class ExpertMetric:
+    """The metrics of one expert's matrices; without an `entering` one, that of down alone."""
+
+    def __init__(self, down: "OutputMetric", entering: "NeuronMetric | None") -> None:
+        self._down, self._entering = down, entering
+
+    def rows(self, role: Role) -> RowMetric | None:
+        """The metric of the rows of a role, of which the roles after it make good for what they can."""
+        if role == "down":
+            return self._down
+        return None if self._entering is None else self._entering.rows(role)
+
+    def moved(self, role: Role, errors: Mapping[Role, Tensor]) -> Tensor | None:
+        """What the matrix of a role should be more by, for what the `errors` [out, in] of the roles before it do: [out,
+        in] fp32; `None` for nothing."""
+        return None if role == "down" or self._entering is None else self._entering.moved(role, errors)
+
+
+class OutputMetric:
+    """The metric of the outputs of a layer's down matrices: `RowMetric`."""
+
+    def __init__(self, moment: Tensor) -> None:
+        """`moment` [hidden, hidden] fp32 of the gradients at the layer's output."""
+        self.moment = moment
+
+    def among(self, rows: Tensor) -> Tensor:
+        return damped(self.moment[rows][:, rows], _OUTPUT_DAMPING)
+
+
+class NeuronMetric:
+    """The metric of gate and up of one expert, or of up alone."""
+
+    def __init__(self, slopes: Mapping[Role, Tensor], seen: Tensor) -> None:
+        """Take `slopes` [tokens, intermediate] fp32 by role, and `seen` = C^T W [hidden, intermediate] fp32."""
+        self._slopes, self._seen = slopes, seen
+
+    def rows(self, role: Role) -> RowMetric:
+        """The metric of the rows of one role, of which the roles after it make good for what they can."""
+        return _OfRole(self, role)
+
+    def between(self, one: Role, other: Role, neurons: Tensor) -> Tensor:
+        """The part of H for two roles of some neurons, damped: [neurons, neurons] fp32."""
+        a, b, seen = self._slopes[one][:, neurons], self._slopes[other][:, neurons], self._seen[:, neurons]
+        found = (a.T @ b).mul_(seen.T @ seen).div_(len(a))
+        return damped(found, _NEURON_DAMPING) if one == other else found
+
+    def after(self, role: Role) -> Role | None:
+        """The role that is coded after this one."""
+        roles = list(self._slopes)
+        return roles[roles.index(role) + 1] if role != roles[-1] else None
+
+    def moved(self, role: Role, errors: Mapping[Role, Tensor]) -> Tensor | None:
+        """What the matrix of a role should be more by, for what the `errors` [out, in] of the roles before it do:
+        [out, in] fp32; `None` for the first role."""
+        before = next((other for other in errors if self.after(other) == role), None)
+        if before is None:
+            return None
+        found = []
+        for neurons in torch.arange(self._seen.shape[1], device=self._seen.device).split(CHUNK // 2):
+            own = torch.linalg.cholesky(self.between(role, role, neurons))
+            found.append(torch.cholesky_solve(self.between(role, before, neurons) @ errors[before][neurons], own))
+        return torch.cat(found)
+
+
+class _OfRole:
+    """The metric of the rows of one role."""
+
+    def __init__(self, metric: NeuronMetric, role: Role) -> None:
+        self._metric, self._role = metric, role
+
+    def among(self, rows: Tensor) -> Tensor:
+        own, after = self._metric.between(self._role, self._role, rows), self._metric.after(self._role)
+        if after is None:
+            return own
+        factor = torch.linalg.cholesky(self._metric.between(after, after, rows))
+        linked = torch.linalg.solve_triangular(factor, self._metric.between(after, self._role, rows), upper=False)
+        return own - linked.T @ linked
+
+
+def damped(moment: Tensor, damping: float) -> Tensor:
+    """A second moment with more on its diagonal, in place, so that it is positive definite."""
+    own = moment.diagonal()
+    own.mul_(1 + damping).add_(_TINY * own.mean() + torch.finfo(own.dtype).tiny)
+    return moment
