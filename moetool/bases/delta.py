@@ -15,7 +15,7 @@ def delta(weight: Tensor, base: Tensor) -> Tensor:
 
 
 class Deltas:
-    """The deltas of one layer's experts to its `base`, made one at a time on `device`.
+    """The deltas of one layer's experts to its `base`, made one at a time on `device`, from the `weights` of all.
 
     Taken group by group of roles, each role's base is made once.
     """
@@ -23,7 +23,7 @@ class Deltas:
     def __init__(self, weights: Weights, base: LayerBase, device: torch.device) -> None:
         """`weights` gives every expert's matrix, as it is stored or wider, wherever it is."""
         self.base, self.device = base, device
-        self._weights = weights
+        self.weights = weights
         self._full: dict[Role, Tensor] = {}
 
     def of(self, role: Role, expert: int) -> Tensor:
@@ -44,4 +44,4 @@ class Deltas:
 
     def weight(self, role: Role, expert: int) -> Tensor:
         """Read the expert's own matrix `[out, in]` onto the device, in its stored dtype or a wider one."""
-        return self._weights(expert, role).to(self.device)
+        return self.weights(expert, role).to(self.device)

@@ -84,6 +84,83 @@ void paths(const float* x, long lines, long count, int window, long segment, int
 }
 }  // namespace
 
+namespace {
+constexpr int RECENT = 16;  // numbers whose errors every survivor knows as its own; of older ones they have those of the best
+
+// The path of numbers whose errors move the ones after them, [count, count] `links`: a survivor of the search goes by the
+// errors that it has made itself. Numbers were divided by `scales` [count], and their squares count by `pivots` [count].
+template <int BITS>
+void linked(const float* x, long count, int begin, const float* values, const float* links, long stride,
+            const float* scales, const float* pivots, uint8_t* symbols, float* found) {
+  constexpr int BRANCHES = 1 << BITS, STATES = 256, STEMS = STATES / BRANCHES;
+  std::vector<float> errors(count * STATES), agreed(count);
+  std::vector<uint8_t> origins(count * STATES);
+  float costs[STATES], next[STATES], moved[STATES], cost_of[STATES], moved_of[STATES], kept[STATES];
+  std::fill(costs, costs + STATES, 1e30f);
+  costs[begin] = 0;
+  for (long t = 0; t < count; t++) {
+    const long recent = std::max(0L, t - RECENT);
+    const float inverse = scales[t] > 0 ? 1 / scales[t] : 1;
+    if (t > RECENT) {
+      const int best = (int)(std::min_element(costs, costs + STATES) - costs);
+      agreed[recent - 1] = errors[(recent - 1) * STATES + best];
+    }
+    float common = x[t];
+    for (long k = 0; k < recent; k++) common += links[k * stride + t] * scales[k] * inverse * agreed[k];
+    std::fill(moved, moved + STATES, common);
+    for (long k = recent; k < t; k++) {
+      const float link = links[k * stride + t] * scales[k] * inverse;
+      const float* own = errors.data() + k * STATES;
+      for (int p = 0; p < STATES; p++) moved[p] += link * own[p];
+    }
+    const float weight = pivots[t] * scales[t] * scales[t];
+    uint8_t* from = origins.data() + t * STATES;
+    std::fill(next, next + STATES, 3e38f);
+    std::fill(from, from + STATES, 0);
+    for (int s = 0; s < BRANCHES; s++) {
+      for (int q = 0; q < STEMS; q++)
+        for (int c = 0; c < BRANCHES; c++) {
+          cost_of[q * BRANCHES + c] = costs[s * STEMS + q];
+          moved_of[q * BRANCHES + c] = moved[s * STEMS + q];
+        }
+      for (int n = 0; n < STATES; n++) {
+        const float off = moved_of[n] - values[n], own = cost_of[n] + weight * off * off;
+        const bool better = own < next[n];
+        next[n] = better ? own : next[n];
+        from[n] = better ? (uint8_t)s : from[n];
+      }
+    }
+    for (long k = recent; k < t; k++) {
+      float* own = errors.data() + k * STATES;
+      for (int n = 0; n < STATES; n++) kept[n] = own[n / BRANCHES + STEMS * from[n]];
+      std::copy(kept, kept + STATES, own);
+    }
+    float* own = errors.data() + t * STATES;
+    for (int n = 0; n < STATES; n++) own[n] = x[t] - values[n];
+    const float least = *std::min_element(next, next + STATES);
+    for (int n = 0; n < STATES; n++) costs[n] = next[n] - least;
+  }
+  int state = (int)(std::min_element(costs, costs + STATES) - costs);
+  for (long t = count - 1; t >= 0; t--) {
+    symbols[t] = (uint8_t)(state & (BRANCHES - 1));
+    found[t] = values[state];
+    state = state / BRANCHES + STEMS * origins[t * STATES + state];
+  }
+}
+}  // namespace
+
+// One line, in the state `begin` at first, of whose numbers the errors move those behind them.
+extern "C" void moetool_linked_trellis(const float* x, long count, int bits, int begin, const float* values,
+                                       const float* links, long stride, const float* scales, const float* pivots,
+                                       uint8_t* symbols, float* found) {
+  switch (bits) {
+    case 1: return linked<1>(x, count, begin, values, links, stride, scales, pivots, symbols, found);
+    case 2: return linked<2>(x, count, begin, values, links, stride, scales, pivots, symbols, found);
+    case 3: return linked<3>(x, count, begin, values, links, stride, scales, pivots, symbols, found);
+    case 4: return linked<4>(x, count, begin, values, links, stride, scales, pivots, symbols, found);
+  }
+}
+
 // Of every line: symbols [lines, count] of the path, and the values [lines, count] that it goes through. A segment begins
 // in a state that is open, the first one in `begin`.
 extern "C" void moetool_trellis(const float* x, long lines, long count, int bits, int window, long segment, int begin,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
 from moetool.numerics.quantization import dequantize
+from moetool.numerics.row_feedback import Among
 
 
 class LevelCodes:
@@ -34,5 +35,5 @@ class LevelCodes:
     def order(self, rows: int, bits: int) -> Tensor:
         return torch.arange(rows)
 
-    def after(self, codes: Sequence[Tensor]) -> Self:
+    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
         return self

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
-from moetool.numerics.row_feedback import RowFeedback
+from moetool.numerics.row_feedback import Among, RowFeedback
 from moetool.numerics.scale_fitting import fitted_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
@@ -55,8 +55,9 @@ class Coder(Protocol):
     def order(self, rows: int, bits: int) -> Tensor:
         """The order `[rows]` int64 in which rows can be coded some after the other."""
 
-    def after(self, codes: Sequence[Tensor]) -> Self:
-        """The coder of the rows that follow those of the last `codes` `[rows, in]`, in that order, if there are any."""
+    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
+        """The coder of the rows that follow those of the last `codes` `[rows, in]`, in that order, if there are any, and
+        move each other."""
 
 
 def coded_for_outputs(
@@ -106,9 +107,10 @@ def coded_in_turn(
     [width] = _widths([start(rows.coming(count))], coder, feedback)
     codes, scales = list[Tensor](), list[Tensor]()
     for size in rows.blocks(count, coder.least_rows):
-        part = _widened(start(rows.target(min(size + coder.ahead, count))), width)
+        together = min(size + coder.ahead, count)
+        part = _widened(start(rows.target(together)), width)
+        own = coder.after(codes, rows.among(together))
         count -= size
-        own = coder.after(codes)
         [found] = own.fed_back([part], feedback)
         part, found = Coded(part.matrix[:size], part.scales[:size], part.bits), found[:size]
         codes.append(found)

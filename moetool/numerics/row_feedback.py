@@ -11,13 +11,25 @@ so that row i should come near to w_i + sum_(k<i) S_ki e_k, whatever it is coded
 trained Mixtral D_i is .2 to .5 of H_ii in the geometric mean: as much is left of the loss.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 CHUNK = 2048  # rows between which errors are moved: the time for S grows by the cube of it
 _PARTS = 64  # in which the rows of large matrices are coded
+
+
+class Among(NamedTuple):
+    """How some rows that are coded together move each other.
+
+    Attributes:
+        links: S, [rows, rows] fp32, upper triangular with ones on its diagonal.
+        pivots: D, [rows] fp32, in any unit.
+    """
+
+    links: Tensor
+    pivots: Tensor
 
 
 class RowMetric(Protocol):
@@ -37,6 +49,7 @@ class RowFeedback:
         self._done = 0
         self._first = 0  # row of the chunk in hand, in order
         self._links = matrix.new_empty(0, 0)
+        self._pivots = matrix.new_empty(0)
         self._errors = matrix.new_empty(0, 0)
 
     def blocks(self, count: int, least: int) -> list[int]:
@@ -64,6 +77,15 @@ class RowFeedback:
         near.addmm_(self._links[:start, start : start + len(near)].T, self._errors[:start])
         return rows
 
+    def among(self, count: int) -> Among:
+        """How the next rows move each other, after `target` has given them; those of another chunk do not."""
+        start = self._done % CHUNK
+        near = slice(start, min(start + count, len(self._pivots)))
+        pivots = self._pivots[near] / self._pivots.mean()
+        links = torch.eye(count, device=pivots.device)
+        links[: len(pivots), : len(pivots)] = self._links[near, near]
+        return Among(links, torch.cat([pivots, pivots.mean().expand(count - len(pivots))]))
+
     def add(self, coded: Tensor) -> None:
         """Tell what the next rows [count, in] have become."""
         start = self._done % CHUNK
@@ -77,11 +99,11 @@ class RowFeedback:
 
     def _open(self) -> None:
         rows = self._order[self._done : self._done + CHUNK]
-        self._links = upper_links(self._metric.among(rows))
+        self._links, self._pivots = upper_links(self._metric.among(rows))
         self._errors = self._matrix.new_empty(len(rows), self._matrix.shape[1])
 
 
-def upper_links(moment: Tensor) -> Tensor:
-    """S [n, n] of a positive definite H = S D S^T, upper triangular with ones on its diagonal."""
+def upper_links(moment: Tensor) -> Among:
+    """S and D of a positive definite H = S D S^T [n, n]."""
     factor = torch.linalg.cholesky(moment.flip(0, 1)).flip(0, 1)
-    return factor / factor.diagonal()
+    return Among(factor / factor.diagonal(), factor.diagonal().square())

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moetool.compiled import compiler
 from moetool.numerics.error_feedback import Coded, Feedback, fed_back
+from moetool.numerics.row_feedback import Among
 
 WIDTHS = (1, 2, 3, 4)
 WINDOW = 8  # bits that say what a number is: its code, and those before it; of the oldest one the lower bits
@@ -143,10 +144,10 @@ class TrellisCodes:
     least_rows: ClassVar[int] = 32
     ahead: ClassVar[int] = 8
 
-    def __init__(self, before: Tensor | None = None) -> None:
+    def __init__(self, before: Tensor | None = None, among: Among | None = None) -> None:
         """Paths through the rows of whole matrices; or through rows that come in the order of a path, which goes on
-        from the codes of the rows `before` [rows, in] uint8."""
-        self._before = before
+        from the codes of the rows `before` [rows, in] uint8, and whose errors move each other."""
+        self._before, self._among = before, among
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         """Find codes `[out, in]` of each part that make up for each other's errors, by the best path through the
@@ -166,8 +167,9 @@ class TrellisCodes:
     def order(self, rows: int, bits: int) -> Tensor:
         return in_order(rows, bits)
 
-    def after(self, codes: Sequence[Tensor]) -> "TrellisCodes":
-        return TrellisCodes(torch.cat([own[-WINDOW:] for own in codes[-1:]] or [torch.empty(0, dtype=torch.uint8)]))
+    def after(self, codes: Sequence[Tensor], among: Among) -> "TrellisCodes":
+        before = torch.cat([own[-WINDOW:] for own in codes[-1:]] or [torch.empty(0, dtype=torch.uint8)])
+        return TrellisCodes(before, among)
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
         order, begins = in_order(len(part.matrix), part.bits), None
@@ -176,7 +178,7 @@ class TrellisCodes:
         if self._before is not None and len(self._before):
             begins = _state(self._before.cpu(), part.bits)[feedback.order.cpu()]
         lines = part.matrix.detach().float().cpu()[order].T.contiguous()
-        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous(), begins)
+        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous(), begins, self._among)
         return _as_rows(fed_back(lines, grid, part.scales.shape[1], feedback), order).to(part.matrix.device)
 
 
@@ -201,15 +203,22 @@ def _as_rows(lines: Tensor, order: Tensor) -> Tensor:
 class Paths:
     """Finds paths of columns whose values are scaled, for error feedback."""
 
-    def __init__(self, bits: int, scales: Tensor, begins: Tensor | None = None) -> None:
-        """`scales` [groups, rows] fp32; columns begin in these states [in] int32 one after the other, without in 0."""
+    def __init__(
+        self, bits: int, scales: Tensor, begins: Tensor | None = None, among: Among | None = None
+    ) -> None:
+        """`scales` [groups, rows] fp32; columns begin in these states [in] int32 one after the other, without in 0; and
+        errors of rows move the rows behind."""
         self._bits, self._scales = bits, scales
+        self._among = None if among is None else Among(*(own.cpu().contiguous() for own in among))
         self._begins = repeat(0) if begins is None else iter(begins.tolist())
         self._inverse = 1 / torch.where(scales > 0, scales, 1)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
         """Find the path nearest to the column `values` [rows]: writes `codes` [rows] uint8, returns its numbers."""
         begin = next(self._begins)
+        if self._among is not None:
+            scales, numbers = self._scales[group], values * self._inverse[group]
+            return linked_path(numbers, self._bits, codes, begin, self._among, scales).mul_(scales)
         return path(values * self._inverse[group], self._bits, codes, begin).mul_(self._scales[group])
 
 
@@ -236,6 +245,40 @@ def path(numbers: Tensor, bits: int, codes: Tensor, begin: int = 0) -> Tensor:
         ctypes.c_void_p(codes.data_ptr()),
         ctypes.c_void_p(found.data_ptr()),
         ctypes.c_int(compiler.threads()),
+    )
+    return found
+
+
+def linked_path(numbers: Tensor, bits: int, codes: Tensor, begin: int, among: Among, scales: Tensor) -> Tensor:
+    """The values of a path near to `numbers` [n] fp32 whose errors move those behind them; writes its `codes` uint8.
+
+    Every survivor of the search goes by the errors that it has made itself (per-survivor processing, Raheli et al.,
+    IEEE Trans. Commun., 1995).
+
+    Args:
+        numbers: of variance one, divided by their scales; on a CPU, contiguous.
+        bits: of a code.
+        codes: [n] uint8, written.
+        begin: the state to begin from.
+        among: how errors move the numbers behind, before these are divided.
+        scales: [n] fp32.
+    """
+    if compiler.problem():
+        return _by_torch(numbers, bits, codes, begin)
+    found, table, own = torch.empty_like(numbers), _newest_lowest(bits), scales.contiguous()
+    links, pivots = among
+    compiler.library().moetool_linked_trellis(
+        ctypes.c_void_p(numbers.data_ptr()),
+        ctypes.c_long(len(numbers)),
+        ctypes.c_int(bits),
+        ctypes.c_int(begin),
+        ctypes.c_void_p(table.data_ptr()),
+        ctypes.c_void_p(links.data_ptr()),
+        ctypes.c_long(links.stride(0)),
+        ctypes.c_void_p(own.data_ptr()),
+        ctypes.c_void_p(pivots.data_ptr()),
+        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_void_p(found.data_ptr()),
     )
     return found
 

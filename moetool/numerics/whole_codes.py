@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from moetool.numerics.error_feedback import Coded, Feedback, better_codes
 from moetool.numerics.groups import check_group, in_parts, weights_of
+from moetool.numerics.row_feedback import Among
 
 WHOLE_BITS = (2, 3, 4, 8)
 
@@ -108,7 +109,7 @@ class WholeCodes:
     def order(self, rows: int, bits: int) -> Tensor:
         return torch.arange(rows)
 
-    def after(self, codes: Sequence[Tensor]) -> Self:
+    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
         return self
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:

@@ -24,7 +24,7 @@ from moetool.compress.factors.writing import (
     finish,
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
-from moetool.compress.refining.metric import OutputGradients, metric_path
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
 from moetool.errors import UsageError

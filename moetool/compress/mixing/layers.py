@@ -32,7 +32,7 @@ from moetool.compress.mixing.measuring import (
 )
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining, Refining
-from moetool.compress.refining.metric import OutputGradients, load_moment, metric_path
+from moetool.calibration.output_gradients import OutputGradients, load_moment, metric_path
 from moetool.compress.results import MixedLayer
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob

@@ -17,7 +17,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
 from moetool.compress.mixing.loss_estimates import losses, prepared
-from moetool.compress.mixing.output_metric import LayerMetric
+from moetool.calibration.output_metric import LayerMetric
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
@@ -152,7 +152,7 @@ def encoded(
         Tensors, by name relative to the experts.
     """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
-    seen = None if outputs is None else LayerMetric(outputs, grams, reader.shape, deltas)
+    seen = None if outputs is None else LayerMetric(outputs, grams, reader.shape, deltas.weights)
 
     def own(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
         inputs: dict[bool, Measured] = {}

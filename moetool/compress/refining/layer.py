@@ -24,7 +24,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.encoded_layers import encoded_names
 from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatrix
 from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
-from moetool.compress.refining.metric import load_metric, metric_path
+from moetool.calibration.output_gradients import load_metric, metric_path
 from moetool.compress.refining.refinement import MovingExperts, RefinableT, Refinement, held_out_windows, run_expert
 from moetool.compress.results import RefinedLayer
 from moetool.format.layout import LayerLayout, delta_name

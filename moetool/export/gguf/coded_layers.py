@@ -15,7 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from moetool.architectures import Role
 from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
+from moetool.calibration.output_gradients import load_moment, metric_path
+from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends
@@ -65,11 +68,14 @@ class ProjectionGrams:
         self._last = self._owner[path], given
 
 
-def grams_of_experts(source: GgufSource, layer: int, device: torch.device) -> InputGramCollector | None:
-    """A collector of the inputs of a layer's experts; `None` for a layer without."""
+def grams_of_experts(
+    source: GgufSource, layer: int, device: torch.device, *, slopes: bool = False
+) -> InputGramCollector | None:
+    """A collector of the inputs of a layer's experts, and of the slopes of their activations if these are asked for;
+    `None` for a layer without."""
     if source.experts is None or layer not in source.experts.moe_layers:
         return None
-    return InputGramCollector(source.experts.shape, device)
+    return InputGramCollector(source.experts.shape, device, slopes=slopes)
 
 
 class CodedLayers:
@@ -118,7 +124,8 @@ class CodedLayers:
         }
         named = {path: names for path, names in named.items() if names}
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
-        experts = grams_of_experts(source, layer, job.device)
+        outputs = metric_path(job.work, layer)
+        experts = grams_of_experts(source, layer, job.device, slopes=outputs.exists())
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
@@ -133,13 +140,38 @@ class CodedLayers:
     def _coded_experts(self, layer: int, grams: InputGramCollector) -> dict[str, Tensor]:
         reader, found = self._job.source.experts, defaultdict[str, list[Tensor]](list)
         assert reader is not None
+        path = metric_path(self._job.work, layer)
+        metric = None
+        if path.exists():
+            moment = load_moment(path, self._job.device)
+            metric = LayerMetric(moment, grams, reader.shape, partial(reader.dense, layer))
         for roles in (reader.shape.entering, ("down",)):
-            names = [name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors]
-            for expert, matrices in enumerate(zip(*(self._tensors[name].parts() for name in names), strict=True)):
+            names = {role: name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors}
+            tensors = [self._tensors[name].parts() for name in names.values()]
+            for expert, matrices in enumerate(zip(*tensors, strict=True)):
                 inputs = PreparedGram.of(grams.gram(expert, roles[0]))
-                for name, blocks in zip(names, self._coded(names, matrices, inputs), strict=True):
+                if metric is None:
+                    coded = self._coded(list(names.values()), matrices, inputs)
+                else:
+                    coded = self._coded_in_turn(names, matrices, inputs, metric.of(expert))
+                for name, blocks in zip(names.values(), coded, strict=True):
                     found[name].append(blocks)
         return {name: torch.cat(blocks) for name, blocks in found.items()}
+
+    def _coded_in_turn(
+        self, names: Mapping[Role, str], matrices: Sequence[Tensor], inputs: PreparedGram | None, metric: ExpertMetric
+    ) -> list[Tensor]:
+        """Blocks of an expert's matrices on the same inputs, by role, of which each makes good for those before it."""
+        found, errors = list[Tensor](), dict[Role, Tensor]()
+        for (role, name), matrix in zip(names.items(), matrices, strict=True):
+            check_finite(name, matrix)
+            whole = matrix.to(self._job.device).float()
+            more = metric.moved(role, errors)
+            target = whole if more is None else whole + more
+            blocks = block_codes(target, BLOCK_TYPES[self._tensors[name].type], inputs, metric.rows(role))
+            errors[role] = whole - blocks.decoded().T
+            found.append(blocks.tobytes())
+        return found
 
     def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], inputs: PreparedGram | None) -> list[Tensor]:
         """Blocks of matrices on the same inputs; those of one type go together."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moetool.export.gguf.blocked import Blocked, first_scales, fp16, inverse, nearest_blocks, with_scales
@@ -18,23 +19,28 @@ from moetool.export.gguf.feeding import fed_back
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BlockType
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS, widest_scales
+from moetool.numerics.row_feedback import RowFeedback, RowMetric
 from moetool.numerics.work import Work
 from moetool.representations.work import feeding_back
 
 _SWEEPS = 3  # after the third they take a few percent of the error at 2 bits, and less at more
 _NOISE = {4: 0.1, 8: 0.03}  # by levels: share of a normal variable's energy that the nearest codes leave
 _AT_ONCE = 1 << 22  # numbers
+_ROWS = 16  # of which each knows the errors of those before
 _MOST_STRETCHED = 2.0
 _LATTICE_BYTES = 4000  # per number, to find its point of a list
 
 
-def block_codes(matrix: Tensor, kind: BlockType, given: PreparedGram | None = None) -> Blocked:
+def block_codes(
+    matrix: Tensor, kind: BlockType, given: PreparedGram | None = None, outputs: RowMetric | None = None
+) -> Blocked:
     """A matrix in blocks.
 
     Args:
         matrix: `[out, in]`, floating and finite; blocks divide `in`.
         kind: of blocks.
         given: inputs of the matrix; `None` for the nearest codes.
+        outputs: how errors in its rows count together; `None` if each row counts by itself.
 
     Raises:
         ValueError: there are other inputs.
@@ -44,6 +50,12 @@ def block_codes(matrix: Tensor, kind: BlockType, given: PreparedGram | None = No
         return nearest_blocks(matrix.float().T.contiguous(), kind)
     given.check(matrix.shape[1])
     width = _width(matrix[:: max(1, len(matrix) // TRIED_ROWS)].float().T.contiguous(), kind, given)
+    if outputs is not None:
+        rows, parts = RowFeedback(outputs, torch.arange(len(matrix), device=matrix.device), matrix.float()), []
+        for count in rows.blocks(len(matrix), _ROWS):
+            parts.append(_chosen(rows.target(count).T.contiguous(), kind, given, width))
+            rows.add(parts[-1].decoded().T)
+        return Blocked.joined(parts)
     parts = matrix.split(max(1, _AT_ONCE // matrix.shape[1]))
     return Blocked.joined([_chosen(part.float().T.contiguous(), kind, given, width) for part in parts])
 

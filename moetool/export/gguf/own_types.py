@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.calibration.recorded import Tick, spread
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coded_layers import ProjectionGrams, grams_of_experts
@@ -154,7 +155,11 @@ def measure_types(
         grams, moments = ProjectionGrams(projections, job.device), LayerMoments(source, layer, module, job.device)
         experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
-            calibrated.gradient_sweep.backward(layer, module, [moments, *([] if experts is None else [experts])])
+            outputs = OutputGradients(calibrated.gradient_sweep, job.device)
+            collectors = [moments] if experts is None else [moments, experts, outputs]
+            calibrated.gradient_sweep.backward(layer, module, collectors)
+        if experts is not None:
+            outputs.save(metric_path(job.work, layer))
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
         sweep = calibrated.gradient_sweep
         tick = spread(sweep.tick, sweep.batch_count, len(losses))

@@ -2,7 +2,7 @@
 
 import torch
 
-from moetool.compress.refining.metric import root
+from moetool.calibration.output_gradients import root
 
 
 def test_root_of_the_second_moment() -> None:

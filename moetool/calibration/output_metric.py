@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
-from moetool.bases.delta import Deltas
 from moetool.calibration.input_grams import InputGramCollector
-from moetool.compress.refining.metric import root
+from moetool.calibration.output_gradients import root
+from moetool.checkpoint.experts import Weights
 from moetool.numerics.row_feedback import CHUNK, RowMetric
 
 _OUTPUT_DAMPING = 0.1  # of every output's own moment
@@ -29,10 +29,10 @@ _TINY = 1e-6  # of the mean moment
 class LayerMetric:
     """The metrics of the experts of a layer."""
 
-    def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, deltas: Deltas) -> None:
+    def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, weights: Weights) -> None:
         """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams` holds,
-        and down matrices as `deltas` has them."""
-        self._down, self._grams, self._shape, self._deltas = OutputMetric(moment), grams, shape, deltas
+        and the down matrices among the `weights` of the layer's experts."""
+        self._down, self._grams, self._shape, self._weights = OutputMetric(moment), grams, shape, weights
         self._root = root(moment).to(moment)
 
     def of(self, expert: int) -> "ExpertMetric":
@@ -42,7 +42,7 @@ class LayerMetric:
             return ExpertMetric(self._down, None)
         roles = self._shape.entering
         by_role = dict(zip(roles, slopes.to(self._root).chunk(len(roles), 1), strict=True))
-        seen = self._root.T @ self._deltas.weight("down", expert).float()
+        seen = self._root.T @ self._weights(expert, "down").to(self._root)
         return ExpertMetric(self._down, NeuronMetric(by_role, seen))
 
 
