@@ -8,7 +8,7 @@ from torch import Tensor
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Peers
 
-_FEWEST = 256  # tokens that are kept of an expert's, and at most twice as many
+MOST_SLOPES = 512  # tokens that are kept of an expert's, and at least half as many of more
 
 
 class SlopeSamples:
@@ -36,7 +36,7 @@ class SlopeSamples:
         self._seen[expert] += count
         if len(chosen):
             kept = torch.cat([*self._kept[expert], work.slopes(chosen)])
-            while len(kept) > 2 * _FEWEST:
+            while len(kept) > MOST_SLOPES:
                 kept, self._steps[expert] = kept[::2].contiguous(), 2 * self._steps[expert]
             self._kept[expert] = [kept]
 

@@ -6,7 +6,9 @@ from moetool.architectures import MoEShape
 from moetool.architectures.base import Settings, whole_number
 from moetool.calibration.held_experts import working_sets
 from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
+from moetool.calibration.slopes import MOST_SLOPES
 from moetool.checkpoint.experts import ExpertReader
+from moetool.numerics.row_feedback import CHUNK
 
 USABLE = 0.8  # share of the machine's memory that a job takes unless it is told otherwise
 _FP64 = 8
@@ -59,9 +61,9 @@ class Measuring:
         return replace(self, work=max(self.work, moved + 4 * numbers + text))
 
     @classmethod
-    def codes(cls, shape: MoEShape, *, refined_on: int = 0) -> "Measuring":
-        """The measurement of Gram matrices for quantized deltas, with error feedback; an expert is `refined_on` so many
-        tokens."""
+    def codes(cls, shape: MoEShape, *, refined_on: int = 0, in_turn: bool = False) -> "Measuring":
+        """The measurement of Gram matrices for quantized deltas, with error feedback, among rows too where they are
+        coded `in_turn`; an expert is `refined_on` so many tokens."""
         each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
         means = GRAM_DTYPE.itemsize * (shape.hidden**2 + shape.intermediate**2)
         work = 4 * 5 * max(shape.hidden, shape.intermediate) ** 2
@@ -69,6 +71,9 @@ class Measuring:
             tokens = 4 * refined_on * (4 * shape.hidden + 1)
             work = max(work, 60 * shape.expert_parameters + tokens + 3 * _FP64 * shape.hidden**2)
         grams = GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
+        if in_turn:
+            grams += 4 * MOST_SLOPES * len(shape.entering) * shape.intermediate
+            work += 4 * (3 * CHUNK * min(CHUNK, max(shape.hidden, shape.intermediate)) + shape.expert_parameters)
         return cls(means, grams, work + 4 * shape.expert_parameters)
 
 

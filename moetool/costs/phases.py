@@ -28,7 +28,7 @@ from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
 from moetool.representations import Representation
 from moetool.representations.low_rank import break_even_rank
-from moetool.representations.work import cutting
+from moetool.representations.work import coding_in_turn, cutting
 from moetool.runtime.dense import DenseModel
 
 FORWARD, BACKWARD, FACTORIZE = "Forward", "Backward", "Factorize"
@@ -109,6 +109,8 @@ def menu_phases(
     written: int,
     schemes: Sequence[StoredForms],
     refined: Work | None = None,
+    *,
+    in_turn: bool = False,
 ) -> Phases:
     """The phases of a job that measures every form of every delta on the way back, and encodes the chosen ones in a
     pass over the whole text.
@@ -120,6 +122,7 @@ def menu_phases(
         schemes: forms that the deltas are offered in and that their base is stored in, by role, of each way to store
             experts on offer.
         refined: what it takes to refine one expert.
+        in_turn: whether rows make good for each other's errors.
     """
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
     measured, encoded = prepared_feedback(shape) * deltas, {role: list[Work]() for role in shape.roles}
@@ -128,7 +131,8 @@ def menu_phases(
         for role, offered in forms.items():
             matrix, made = shape.matrix(role), [form for form in offered if not form.is_whole]
             measured += tried(made, matrix) * deltas
-            encoded[role] += [form.work(matrix, fed_back=True) for form in made]
+            more = coding_in_turn(matrix) if in_turn else Work()
+            encoded[role] += [form.work(matrix, fed_back=True) + (Work() if form.directions else more) for form in made]
     chosen = altogether(altogether(works) * (deltas / max(1, len(works))) for works in encoded.values())
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)

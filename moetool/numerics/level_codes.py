@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
 from moetool.numerics.quantization import dequantize
-from moetool.numerics.row_feedback import Among
+from moetool.numerics.row_feedback import LEAST_ROWS, Among
 
 
 class LevelCodes:
@@ -16,7 +16,7 @@ class LevelCodes:
     bits."""
 
     noise: ClassVar[Mapping[int, float]] = {1: 0.363, 2: 0.117, 3: 0.035}
-    least_rows: ClassVar[int] = 16
+    least_rows: ClassVar[int] = LEAST_ROWS
     ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:

@@ -104,7 +104,8 @@ def coded_in_turn(
     Raises:
         ValueError: there are other inputs behind the feedback, or values that are not finite.
     """
-    [width] = _widths([start(rows.coming(count))], coder, feedback)
+    few = min(TRIED_ROWS, count)
+    [width] = _widths([start(rows.coming(count)[:: count // few][:few])], coder, feedback)
     codes, scales = list[Tensor](), list[Tensor]()
     for size in rows.blocks(count, coder.least_rows):
         together = min(size + coder.ahead, count)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2048  # rows between which errors are moved: the time for S grows by the cube of it
+LEAST_ROWS = 16  # that are coded together, without feedback among them
 _PARTS = 64  # in which the rows of large matrices are coded
 
 
@@ -53,9 +54,9 @@ class RowFeedback:
         self._errors = matrix.new_empty(0, 0)
 
     def blocks(self, count: int, least: int) -> list[int]:
-        """The numbers of rows that are coded together, without feedback among them, of the next `count`: about `least`,
-        or more of large matrices."""
-        step = max(least, len(self._order) // _PARTS)
+        """The numbers of rows that are coded together, without feedback among them, of the next `count`
+        (`rows_together`)."""
+        step = rows_together(len(self._order), least)
         found = []
         while count:
             left = CHUNK - (self._done + sum(found)) % CHUNK  # a block lies in one chunk
@@ -101,6 +102,11 @@ class RowFeedback:
         rows = self._order[self._done : self._done + CHUNK]
         self._links, self._pivots = upper_links(self._metric.among(rows))
         self._errors = self._matrix.new_empty(len(rows), self._matrix.shape[1])
+
+
+def rows_together(rows: int, least: int) -> int:
+    """How many rows of a matrix are coded together: `least`, or more of one with many rows."""
+    return max(least, rows // _PARTS // 8 * 8)
 
 
 def upper_links(moment: Tensor) -> Among:

@@ -203,9 +203,7 @@ def _as_rows(lines: Tensor, order: Tensor) -> Tensor:
 class Paths:
     """Finds paths of columns whose values are scaled, for error feedback."""
 
-    def __init__(
-        self, bits: int, scales: Tensor, begins: Tensor | None = None, among: Among | None = None
-    ) -> None:
+    def __init__(self, bits: int, scales: Tensor, begins: Tensor | None = None, among: Among | None = None) -> None:
         """`scales` [groups, rows] fp32; columns begin in these states [in] int32 one after the other, without in 0; and
         errors of rows move the rows behind."""
         self._bits, self._scales = bits, scales

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from moetool.numerics.error_feedback import Coded, Feedback, better_codes
 from moetool.numerics.groups import check_group, in_parts, weights_of
-from moetool.numerics.row_feedback import Among
+from moetool.numerics.row_feedback import LEAST_ROWS, Among
 
 WHOLE_BITS = (2, 3, 4, 8)
 
@@ -97,7 +97,7 @@ class WholeCodes:
     """A `Coder` of signed whole numbers times the scale of their group, as other engines read them (GPTQ, AWQ)."""
 
     noise: ClassVar[Mapping[int, float]] = {2: 0.130, 3: 0.034}
-    least_rows: ClassVar[int] = 16
+    least_rows: ClassVar[int] = LEAST_ROWS
     ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:

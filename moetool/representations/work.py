@@ -5,6 +5,7 @@ called was fitted to measured runs: `scripts/benchmarks/estimates.py` shows by p
 """
 
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS
+from moetool.numerics.row_feedback import CHUNK, LEAST_ROWS, rows_together
 from moetool.numerics.work import Work
 
 TRIAL_ROWS = 192  # of a matrix that are encoded on trial: the mean of so many was right within a few percent
@@ -12,6 +13,8 @@ DECOMPOSITION_CALLS = 350  # around a decomposition of one matrix, or its cut to
 _ERROR_BYTES = 1300  # per number, to take a delta and to measure its error
 _FEEDBACK_BYTES = 1500  # per number, in error feedback
 _FEEDBACK_CALLS = 1  # per column, in error feedback
+_BLOCK_CALLS = 250  # for rows that are coded together, after others
+_COLUMN_CALLS = 0.1  # per column of these
 _TRIAL_BYTES = 15_000  # per number that is encoded on trial, in search of its scale and in error feedback
 _TRIAL_PRODUCTS = 1.75  # of rows on trial and a Gram matrix: error feedback, and what is lost with it and without
 _TRIAL_CALLS = 500  # for the rows of one form on trial
@@ -60,6 +63,19 @@ def feeding_back(matrix: tuple[int, int]) -> Work:
         cholesky={columns: 1.0},
         moved=_FEEDBACK_BYTES * numbers,
         calls=_FEEDBACK_CALLS * columns,
+    )
+
+
+def coding_in_turn(matrix: tuple[int, int]) -> Work:
+    """The work of having each row of a matrix make good for the errors of those before it, beside that of coding all
+    rows by themselves."""
+    rows, columns = matrix
+    blocks = -(-rows // rows_together(rows, LEAST_ROWS))
+    near = min(rows, CHUNK)
+    return Work(
+        products={"float32": rows * near * (columns + 2 * near)},
+        moved=2.0 * blocks * columns**2,
+        calls=blocks * (_BLOCK_CALLS + _COLUMN_CALLS * columns),
     )
 
 

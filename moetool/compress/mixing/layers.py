@@ -132,7 +132,7 @@ class MixedLayers:
     @property
     def _has_metrics(self) -> bool:
         """Whether it is measured how errors at the output of a layer count together."""
-        return self._refining is not None or self._options.sensitivity == "channel"
+        return self._refining is not None or self._options.in_turn
 
     @property
     def _measuring_passes(self) -> int:
@@ -172,7 +172,7 @@ class MixedLayers:
         job, calibrated, choice = self.job, self._calibrated, self._options.sensitivity
         base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
         deltas = Deltas(weights, base, job.device)
-        outputs = load_moment(metric_path(job.work, index), job.device) if choice == "channel" else None
+        outputs = load_moment(metric_path(job.work, index), job.device) if self._options.in_turn else None
         if self._refining is None:
             grams = self._grams(calibrated.sweep, index, layer, owned, keep=True)
             yield from encoded(self._reader, deltas, layout, grams, choice, owned, None, outputs)
@@ -187,6 +187,12 @@ class MixedLayers:
         self, sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool
     ) -> InputGramCollector:
         """Gram matrices of the inputs of a layer's experts, from running it over the text of the sweep."""
-        grams = InputGramCollector(self._reader.shape, self.job.device, owned, self._calibrated.experts_at_once, slopes=keep)
+        grams = InputGramCollector(
+            self._reader.shape,
+            self.job.device,
+            owned,
+            self._calibrated.experts_at_once,
+            slopes=keep and self._options.in_turn,
+        )
         sweep.forward(layer, module, [grams, *others], keep=keep)
         return grams

@@ -48,6 +48,11 @@ class MixingOptions(RunOptions, SizeOptions, KeepOptions, IncludeOptions, Calibr
         "improves (0: off).",
     )
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the rows of a matrix are coded in turn, and make good for each other's errors."""
+        return self.sensitivity == "channel"
+
 
 def losses_path(work: Path, layer: int) -> Path:
     """The file of the work directory that holds the estimated losses of a layer's forms."""

@@ -180,7 +180,7 @@ class MixingStage(Stage[MixingOptionsT]):
         backward = cost.backward_scratch(reader, at_once)
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
-        metrics = 4 * shape.hidden**2 if options.refine or options.sensitivity == "channel" else 0
+        metrics = 4 * shape.hidden**2 if options.refine or options.in_turn else 0
         schemes = [(scheme.forms, scheme.base) for scheme in self.offered]
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         return Plan(
@@ -189,7 +189,14 @@ class MixingStage(Stage[MixingOptionsT]):
             output_bytes=output,
             scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
             memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(cost, moe_size(reader, at_once), output, schemes, refining),
+            phases=menu_phases(
+                cost,
+                moe_size(reader, at_once),
+                output,
+                schemes,
+                refining,
+                in_turn=options.in_turn,
+            ),
             details={
                 "original_bytes": original_bytes(source),
                 **self.budget_details(),
@@ -224,7 +231,8 @@ class MixingStage(Stage[MixingOptionsT]):
     def _memory(self) -> LayerMemory:
         reader, regression = self.source.experts, self.merge == "regmean"
         base = Measuring.fisher(reader.shape, regression=regression)
-        codes = Measuring.codes(reader.shape, refined_on=MOST_TOKENS if self.options.refine else 0)
+        refined_on = MOST_TOKENS if self.options.refine else 0
+        codes = Measuring.codes(reader.shape, refined_on=refined_on, in_turn=self.options.in_turn)
         return self._cost.layer_memory(reader, base, codes, gradients=True)
 
     # Run.

@@ -170,7 +170,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         cost, back, menu = self._cost, self._has_gradients, self._own_menu
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
-            measuring = [Measuring.codes(source.experts.shape)] if self._coded else []
+            measuring = [Measuring.codes(source.experts.shape, in_turn=back)] if self._coded else []
             memory = BASELINE + 4 * _HELD * source.most_at_once
             if self._text is not None:
                 memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
@@ -194,6 +194,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
             scratch_bytes=self._blocks_bytes
+            + (4 * hidden**2 * size.moe_layers if menu is not None else 0)
             + (cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden)),
             memory_bytes=memory,
             phases=self._phases(cost, size, output, work),
@@ -241,7 +242,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         """The work of choosing the blocks of a tensor in its type, or in those that it may be given."""
         if self._own_menu is not None and tensor.name in self._own_menu.types:
             return expected_coding(self._own_menu, tensor)
-        return choosing_blocks(tensor.shape, BLOCK_TYPES[tensor.type])
+        in_turn = self._own_menu is not None and len(tensor.shape) > 2
+        return choosing_blocks(tensor.shape, BLOCK_TYPES[tensor.type], in_turn=in_turn)
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]

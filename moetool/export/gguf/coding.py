@@ -19,14 +19,13 @@ from moetool.export.gguf.feeding import fed_back
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BlockType
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS, widest_scales
-from moetool.numerics.row_feedback import RowFeedback, RowMetric
+from moetool.numerics.row_feedback import LEAST_ROWS, RowFeedback, RowMetric
 from moetool.numerics.work import Work
-from moetool.representations.work import feeding_back
+from moetool.representations.work import coding_in_turn, feeding_back
 
 _SWEEPS = 3  # after the third they take a few percent of the error at 2 bits, and less at more
 _NOISE = {4: 0.1, 8: 0.03}  # by levels: share of a normal variable's energy that the nearest codes leave
 _AT_ONCE = 1 << 22  # numbers
-_ROWS = 16  # of which each knows the errors of those before
 _MOST_STRETCHED = 2.0
 _LATTICE_BYTES = 4000  # per number, to find its point of a list
 
@@ -52,7 +51,7 @@ def block_codes(
     width = _width(matrix[:: max(1, len(matrix) // TRIED_ROWS)].float().T.contiguous(), kind, given)
     if outputs is not None:
         rows, parts = RowFeedback(outputs, torch.arange(len(matrix), device=matrix.device), matrix.float()), []
-        for count in rows.blocks(len(matrix), _ROWS):
+        for count in rows.blocks(len(matrix), LEAST_ROWS):
             parts.append(_chosen(rows.target(count).T.contiguous(), kind, given, width))
             rows.add(parts[-1].decoded().T)
         return Blocked.joined(parts)
@@ -66,13 +65,15 @@ def preparing_inputs(shape: Sequence[int], tokens: int) -> Work:
     return Work(products={"float32": tokens * columns**2 / 2}, cholesky={columns: math.prod(matrices)})
 
 
-def choosing_blocks(shape: Sequence[int], kind: BlockType) -> Work:
-    """The work of choosing the blocks of a tensor `[…, out, in]` in a type, once its inputs are prepared."""
+def choosing_blocks(shape: Sequence[int], kind: BlockType, *, in_turn: bool = False) -> Work:
+    """The work of choosing the blocks of a tensor `[…, out, in]` in a type, once its inputs are prepared, of its rows
+    alike or in turn."""
     *matrices, rows, columns = shape
     once = replace(feeding_back((rows, columns)), cholesky={})
     if kind.is_lattice:
         once += Work(moved=_LATTICE_BYTES * rows * columns)
-    return math.prod(matrices) * (1 + _SWEEPS) * once
+    found = (1 + _SWEEPS) * once
+    return math.prod(matrices) * (found + coding_in_turn((rows, columns)) if in_turn else found)
 
 
 def _chosen(inputs: Tensor, kind: BlockType, given: PreparedGram, width: float) -> Blocked:

@@ -65,7 +65,9 @@ def trying_types(menu: Menu[BlockType]) -> Work:
 def expected_coding(menu: Menu[BlockType], tensor: GgufTensor) -> Work:
     """The work of coding a tensor in a type that is still to be chosen: the mean of those on offer."""
     kinds = menu.types[tensor.name]
-    return altogether(choosing_blocks(tensor.shape, kind) for kind in kinds) * (1 / len(kinds))
+    return altogether(choosing_blocks(tensor.shape, kind, in_turn=len(tensor.shape) > 2) for kind in kinds) * (
+        1 / len(kinds)
+    )
 
 
 class TypeLosses:
