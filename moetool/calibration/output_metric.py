@@ -30,8 +30,8 @@ class LayerMetric:
     """The metrics of the experts of a layer."""
 
     def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, weights: Weights) -> None:
-        """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams` holds,
-        and the down matrices among the `weights` of the layer's experts."""
+        """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams`
+        holds, and the down matrices among the `weights` of the layer's experts."""
         self._down, self._grams, self._shape, self._weights = OutputMetric(moment), grams, shape, weights
         self._root = root(moment).to(moment)
 

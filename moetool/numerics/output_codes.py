@@ -56,8 +56,8 @@ class Coder(Protocol):
         """The order `[rows]` int64 in which rows can be coded some after the other."""
 
     def after(self, codes: Sequence[Tensor], among: Among) -> Self:
-        """The coder of the rows that follow those of the last `codes` `[rows, in]`, in that order, if there are any, and
-        move each other."""
+        """The coder of rows whose errors move each other, and that follow those of the last `codes` `[rows, in]`, if
+        there are any, in that order."""
 
 
 def coded_for_outputs(

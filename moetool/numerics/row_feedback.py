@@ -57,7 +57,7 @@ class RowFeedback:
         """The numbers of rows that are coded together, without feedback among them, of the next `count`
         (`rows_together`)."""
         step = rows_together(len(self._order), least)
-        found = []
+        found = list[int]()
         while count:
             left = CHUNK - (self._done + sum(found)) % CHUNK  # a block lies in one chunk
             found.append(min(step, count, left))

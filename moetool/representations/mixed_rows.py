@@ -188,7 +188,8 @@ class MixedRows(Representation):
             parts = [(matrix[order[part.first : part.last]], part.form) for part in self.coded(shape)]
             found = encode_together(parts, dtype, measured)
         else:
-            counted = [(part.rows, part.form) for part in self.row_parts(shape)]
+            forms = {part.first: part.form for part in self.coded(shape)}
+            counted = [(part.rows, forms.get(part.first)) for part in self.row_parts(shape)]
             found = encode_by_rows(matrix, counted, order, dtype, measured)
         return {
             "codes": torch.cat([own["codes"] for own in found]),

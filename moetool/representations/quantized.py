@@ -198,7 +198,7 @@ def _coded(
         return []
     coded = [form.scaled(matrix, dtype, measured.energy) for matrix, form in parts]
     if (feedback := measured.with_feedback().feedback) is None:
-        found = [(part.codes, part.scales) for part in coded]
+        found = [(part.codes, part.scales) for part in coded if part.codes is not None]
     else:
         found = coded_for_outputs(coded, LevelCodes(), feedback, keeps_size=measured.keeps_size)
     return [

@@ -13,6 +13,7 @@ from moetool.bases.choices import BaseCompression, Merge
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.bases.pruning import plan_pruning
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import (
@@ -24,7 +25,6 @@ from moetool.compress.factors.writing import (
     finish,
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
-from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
 from moetool.errors import UsageError

@@ -15,6 +15,7 @@ from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
+from moetool.calibration.output_gradients import OutputGradients, load_moment, metric_path
 from moetool.calibration.peers import Owned
 from moetool.calibration.recorded import spread
 from moetool.calibration.routed_tokens import RoutedTokens
@@ -32,7 +33,6 @@ from moetool.compress.mixing.measuring import (
 )
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining, Refining
-from moetool.calibration.output_gradients import OutputGradients, load_moment, metric_path
 from moetool.compress.results import MixedLayer
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob

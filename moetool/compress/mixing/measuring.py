@@ -11,13 +11,13 @@ from torch import Tensor
 from moetool.architectures import MoEShape, Role
 from moetool.bases.delta import Deltas
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.recorded import Tick
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.files import save_tensors
 from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
 from moetool.compress.mixing.loss_estimates import losses, prepared
-from moetool.calibration.output_metric import LayerMetric
 from moetool.compress.mixing.schemes import StorageScheme
 from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moetool.architectures import Role
 from moetool.bases.layer_base import LayerBase, agreed, base_path
 from moetool.bases.pruning import spread
+from moetool.calibration.output_gradients import load_metric, metric_path
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.experts import ExpertReader, Weights
@@ -24,7 +25,6 @@ from moetool.checkpoint.files import save_tensors
 from moetool.compress.encoded_layers import encoded_names
 from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatrix
 from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
-from moetool.calibration.output_gradients import load_metric, metric_path
 from moetool.compress.refining.refinement import MovingExperts, RefinableT, Refinement, held_out_windows, run_expert
 from moetool.compress.results import RefinedLayer
 from moetool.format.layout import LayerLayout, delta_name
