@@ -85,8 +85,6 @@ void paths(const float* x, long lines, long count, int window, long segment, int
 }  // namespace
 
 namespace {
-constexpr int RECENT = 16;  // numbers whose errors every survivor knows as its own; of older ones they have those of the best
-
 // The path of numbers whose errors move the ones after them, [count, count] `links`: a survivor of the search goes by the
 // errors that it has made itself. Numbers were divided by `scales` [count], and their squares count by `pivots` [count].
 template <int BITS>
@@ -96,14 +94,18 @@ void linked(const float* x, long count, int begin, const float* values, const fl
   std::vector<float> errors(count * STATES), agreed(count);
   std::vector<uint8_t> origins(count * STATES);
   float costs[STATES], next[STATES], moved[STATES], cost_of[STATES], moved_of[STATES], kept[STATES];
+  int32_t came[STATES];
   std::fill(costs, costs + STATES, 1e30f);
   costs[begin] = 0;
+  long recent = 0;  // the first number whose errors survivors do not all have in common
   for (long t = 0; t < count; t++) {
-    const long recent = std::max(0L, t - RECENT);
     const float inverse = scales[t] > 0 ? 1 / scales[t] : 1;
-    if (t > RECENT) {
-      const int best = (int)(std::min_element(costs, costs + STATES) - costs);
-      agreed[recent - 1] = errors[(recent - 1) * STATES + best];
+    for (; recent < t; recent++) {
+      const float* own = errors.data() + recent * STATES;
+      int others = 0;
+      for (int p = 0; p < STATES; p++) others += own[p] != own[0];
+      if (others) break;
+      agreed[recent] = own[0];
     }
     float common = x[t];
     for (long k = 0; k < recent; k++) common += links[k * stride + t] * scales[k] * inverse * agreed[k];
@@ -130,9 +132,10 @@ void linked(const float* x, long count, int begin, const float* values, const fl
         from[n] = better ? (uint8_t)s : from[n];
       }
     }
+    for (int n = 0; n < STATES; n++) came[n] = n / BRANCHES + STEMS * from[n];
     for (long k = recent; k < t; k++) {
       float* own = errors.data() + k * STATES;
-      for (int n = 0; n < STATES; n++) kept[n] = own[n / BRANCHES + STEMS * from[n]];
+      for (int n = 0; n < STATES; n++) kept[n] = own[came[n]];
       std::copy(kept, kept + STATES, own);
     }
     float* own = errors.data() + t * STATES;

@@ -262,7 +262,7 @@ def linked_path(numbers: Tensor, bits: int, codes: Tensor, begin: int, among: Am
         scales: [n] fp32.
     """
     if compiler.problem():
-        return _by_torch(numbers, bits, codes, begin)
+        return _linked_by_torch(numbers, bits, codes, begin, among, scales)
     found, table, own = torch.empty_like(numbers), _newest_lowest(bits), scales.contiguous()
     links, pivots = among
     compiler.library().moetool_linked_trellis(
@@ -337,4 +337,30 @@ def _by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int) -> Tensor:
             codes[place], found[place] = state % branches, table[state]
             stem = state // branches
             state = stem + stems * int(origins[t, line, stem])
+    return found
+
+
+def _linked_by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int, among: Among, scales: Tensor) -> Tensor:
+    """Find the path of `linked_path` in plain torch."""
+    table, branches, count = _newest_lowest(bits), 2**bits, len(numbers)
+    states, stems = len(table), len(table) // branches
+    links = among.links * scales[:, None] / torch.where(scales > 0, scales, 1)
+    weights = among.pivots * scales.square()
+    costs = torch.full((states,), 1e30)
+    costs[begin] = 0
+    errors, origins = torch.zeros(count, states), torch.empty(count, states, dtype=torch.int64)
+    for t in range(count):
+        moved = numbers[t] + links[:t, t] @ errors[:t]
+        # [branches, stems, 1] of where a path comes from, and [stems, branches] of where it goes.
+        off = moved.view(branches, stems, 1) - table.view(stems, branches)
+        reached = costs.view(branches, stems, 1) + weights[t] * off.square()
+        least, origin = (own.flatten() for own in reached.min(0))
+        origins[t] = origin * stems + torch.arange(states) // branches
+        errors[:t] = errors[:t, origins[t]]
+        errors[t] = numbers[t] - table
+        costs = least - least.min()
+    found, state = torch.empty_like(numbers), int(costs.argmin())
+    for t in reversed(range(count)):
+        codes[t], found[t] = state % branches, table[state]
+        state = int(origins[t, state])
     return found

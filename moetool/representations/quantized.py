@@ -173,8 +173,9 @@ def encode_by_rows(
     if measured.feedback is None or measured.outputs is None:
         return [form.encode_alike(matrix[own], dtype, measured) for form, own in pieces if form is not None]
     within = [torch.arange(len(own)) if form is None else form.coder.order(len(own), form.bits) for form, own in pieces]
-    coming = torch.cat([own[inner] for (_, own), inner in zip(pieces, within, strict=True)])
-    rows, found = RowFeedback(measured.outputs, coming.to(matrix.device), matrix.detach().float()), []
+    coming = torch.cat([own[inner] for (_, own), inner in zip(pieces, within, strict=True)]).to(matrix.device)
+    noise = torch.cat([torch.full((len(own),), _noise(form)) for form, own in pieces])
+    rows, found = RowFeedback(measured.outputs, coming, matrix.detach().float(), noise), []
     for (form, own), inner in zip(pieces, within, strict=True):
         if form is None:
             rows.leave_out(len(own))
@@ -186,6 +187,11 @@ def encode_by_rows(
         back = inner.argsort()
         found.append({"codes": pack(codes[back].reshape(-1), form.bits), "scales": scales[back]})
     return found
+
+
+def _noise(form: Quantized | None) -> float:
+    """Share of a number's energy that the codes of a form leave; next to none of many bits."""
+    return 0.0 if form is None else form.coder.noise.get(form.bits, 0.0)
 
 
 def _coded(

@@ -50,7 +50,9 @@ def block_codes(
     given.check(matrix.shape[1])
     width = _width(matrix[:: max(1, len(matrix) // TRIED_ROWS)].float().T.contiguous(), kind, given)
     if outputs is not None:
-        rows, parts = RowFeedback(outputs, torch.arange(len(matrix), device=matrix.device), matrix.float()), []
+        noise = torch.full((len(matrix),), _NOISE.get(kind.resolution, 0.0))
+        rows = RowFeedback(outputs, torch.arange(len(matrix), device=matrix.device), matrix.float(), noise)
+        parts = []
         for count in rows.blocks(len(matrix), LEAST_ROWS):
             parts.append(_chosen(rows.target(count).T.contiguous(), kind, given, width))
             rows.add(parts[-1].decoded().T)
