@@ -9,6 +9,7 @@ from torch import Tensor
 from moetool.compiled import compiler
 from moetool.numerics import trellis
 from moetool.numerics.error_feedback import Coded, Feedback
+from moetool.numerics.row_feedback import Among
 
 CPU = torch.device("cpu")
 # Squared errors that a normal variable is left with, and those of the best levels (J. Max, 1960).
@@ -120,3 +121,54 @@ def test_what_cannot_be() -> None:
         encoded(torch.full((8, 8), torch.nan), 2, 8)
     with pytest.raises(ValueError, match="1, 2, 3, 4 bits, not 8"):
         trellis.values(8, CPU)
+
+
+def test_linked_paths_lose_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to nothing more than the best of all paths where errors move the numbers behind them, compiled or not."""
+    for bits, count in ((1, 14), (2, 8), (3, 5), (4, 4)):
+        every = torch.tensor(list(product(range(2**bits), repeat=count)), dtype=torch.uint8).T
+        values = trellis.values(bits, CPU)[trellis.windows(every, bits)]
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            links = torch.eye(count) + torch.randn(count, count, generator=generator).triu(1)
+            pivots = torch.rand(count, generator=generator) + 0.1
+            scales, numbers = torch.rand(count, generator=generator) + 0.5, torch.randn(count, generator=generator)
+
+            def lost(own: Tensor) -> Tensor:
+                errors = (numbers[:, None] - own) * scales[:, None]
+                return pivots @ (links.T @ errors).square()
+
+            codes = torch.empty(count, dtype=torch.uint8)
+            own = trellis.linked_path(numbers, bits, codes, 0, Among(links, pivots), scales)
+            assert trellis.values(bits, CPU)[trellis.windows(codes, bits)].equal(own)
+            assert float(lost(own[:, None])) <= 1.02 * float(lost(values).min())
+            with monkeypatch.context() as patch:
+                patch.setattr(compiler, "problem", lambda: "not here")
+                plain = trellis.linked_path(numbers, bits, torch.empty_like(codes), 0, Among(links, pivots), scales)
+            torch.testing.assert_close(lost(plain[:, None]), lost(own[:, None]), rtol=1e-4, atol=1e-6)
+
+
+@every_width
+def test_linked_paths_are_paths_where_nothing_is_linked(bits: int) -> None:
+    numbers = torch.randn(60, generator=torch.Generator().manual_seed(5))
+    codes = torch.empty(60, dtype=torch.uint8)
+    own = trellis.linked_path(numbers, bits, codes, 0, Among(torch.eye(60), torch.ones(60)), torch.ones(60))
+    assert float((own - numbers).square().sum()) == pytest.approx(
+        float((found(numbers, bits)[0] - numbers).square().sum()), rel=1e-5
+    )
+
+
+@every_width
+def test_paths_go_on_where_others_ended(bits: int) -> None:
+    numbers = torch.randn(40, generator=torch.Generator().manual_seed(6))
+    codes = torch.empty(40, dtype=torch.uint8)
+    trellis.path(numbers[:20].contiguous(), bits, codes[:20])
+    after = trellis.TrellisCodes().after([codes[:20, None]], Among(torch.eye(20), torch.ones(20)))
+    feedback = Feedback.of(torch.ones(1, 1))
+    assert feedback is not None
+    part = Coded(numbers[20:, None], torch.ones(20, 1), bits)
+    [own] = after.fed_back([part], feedback)
+    codes[20:] = own[:, 0]
+    values = trellis.values(bits, CPU)[trellis.windows(codes, bits)]
+    torch.testing.assert_close(after.decoded(own, part.scales, bits)[:, 0], values[20:])
+    assert float((values[20:] - numbers[20:]).square().mean()) < 2 * LEFT[bits][1]

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.architectures import ROLES, Role
+from moetool.calibration.output_gradients import root
 from moetool.calibration.routed_tokens import RoutedText
 from moetool.compress.refining.codes import CodedExpert, MovingCodes, StoredMatrix
-from moetool.calibration.output_gradients import root
 from moetool.compress.refining.refinement import FEWEST, Refined, Refinement
 from moetool.representations.quantized import Quantized, QuantizedMatrix
 from moetool.representations.quantized_low_rank import QuantizedLowRank
