@@ -19,7 +19,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_gradients import root
 from moetool.checkpoint.experts import Weights
-from moetool.numerics.row_feedback import CHUNK, RowMetric
+from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
 
 _OUTPUT_DAMPING = 0.1  # of every output's own moment
 _NEURON_DAMPING = 0.3  # of every gate's and up's: slopes of a few hundred tokens tell less
@@ -104,7 +104,7 @@ class NeuronMetric:
         if before is None:
             return None
         found = []
-        for neurons in torch.arange(self._seen.shape[1], device=self._seen.device).split(CHUNK // 2):
+        for neurons in torch.arange(self._seen.shape[1], device=self._seen.device).split(LINKED_ROWS // 2):
             own = torch.linalg.cholesky(self.between(role, role, neurons))
             found.append(torch.cholesky_solve(self.between(role, before, neurons) @ errors[before][neurons], own))
         return torch.cat(found)

@@ -8,7 +8,7 @@ from moetool.calibration.held_experts import working_sets
 from moetool.calibration.input_grams import GRAM_DTYPE, keeps_each_down
 from moetool.calibration.slopes import MOST_SLOPES
 from moetool.checkpoint.experts import ExpertReader
-from moetool.numerics.row_feedback import CHUNK
+from moetool.numerics.row_feedback import LINKED_ROWS
 
 USABLE = 0.8  # share of the machine's memory that a job takes unless it is told otherwise
 _FP64 = 8
@@ -73,7 +73,9 @@ class Measuring:
         grams = GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
         if in_turn:
             grams += 4 * MOST_SLOPES * len(shape.entering) * shape.intermediate
-            work += 4 * (3 * CHUNK * min(CHUNK, max(shape.hidden, shape.intermediate)) + shape.expert_parameters)
+            work += 4 * (
+                3 * LINKED_ROWS * min(LINKED_ROWS, max(shape.hidden, shape.intermediate)) + shape.expert_parameters
+            )
         return cls(means, grams, work + 4 * shape.expert_parameters)
 
 

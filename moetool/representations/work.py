@@ -5,7 +5,7 @@ called was fitted to measured runs: `scripts/benchmarks/estimates.py` shows by p
 """
 
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS
-from moetool.numerics.row_feedback import CHUNK, LEAST_ROWS, rows_together
+from moetool.numerics.row_feedback import LINKED_ROWS, LEAST_ROWS, rows_together
 from moetool.numerics.work import Work
 
 TRIAL_ROWS = 192  # of a matrix that are encoded on trial: the mean of so many was right within a few percent
@@ -71,7 +71,7 @@ def coding_in_turn(matrix: tuple[int, int]) -> Work:
     rows by themselves."""
     rows, columns = matrix
     blocks = -(-rows // rows_together(rows, LEAST_ROWS))
-    near = min(rows, CHUNK)
+    near = min(rows, LINKED_ROWS)
     return Work(
         products={"float32": rows * near * (columns + 2 * near)},
         moved=2.0 * blocks * columns**2,
