@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 2048  # rows between which errors are moved: the time for S grows by the cube of it
+LINKED_ROWS = 2048  # rows between which errors are moved: the time for S grows by the cube of it
 # What a row makes good for makes its numbers larger, and with them its own errors, the more, the fewer bits it has. At
 # 1 bit, without such damping, metrics whose rows tell much of each other lost more with feedback than without.
 _PER_NOISE = 1.0
@@ -67,8 +67,8 @@ class RowFeedback:
         (`rows_together`)."""
         step, found = rows_together(len(self._order), least), list[int]()
         while count:
-            start = (self._done + sum(found)) % CHUNK
-            left = min(CHUNK - start, len(self._order) - self._done - sum(found))  # a block lies in one chunk
+            start = (self._done + sum(found)) % LINKED_ROWS
+            left = min(LINKED_ROWS - start, len(self._order) - self._done - sum(found))  # a block lies in one chunk
             found.append(min(step, count, left))
             count -= found[-1]
         return found
@@ -80,11 +80,11 @@ class RowFeedback:
     def target(self, count: int) -> Tensor:
         """What the next rows should come near to all together, so that nothing is left of the errors of those before:
         [count, in] fp32."""
-        start = self._done % CHUNK
+        start = self._done % LINKED_ROWS
         if start == 0:
             self._open()
         rows = self.coming(count)
-        near = slice(start, min(start + count, CHUNK))  # those that lie in the chunk
+        near = slice(start, min(start + count, LINKED_ROWS))  # those that lie in the chunk
         left = self._links[:start, near].T @ self._errors[:start]
         among = self._links[near, near]
         rows[: len(among)] += torch.linalg.solve_triangular(among.T, left, upper=False, unitriangular=True)
@@ -92,7 +92,7 @@ class RowFeedback:
 
     def among(self, count: int) -> Among:
         """How the next rows move each other, after `target` has given them; those of another chunk do not."""
-        start = self._done % CHUNK
+        start = self._done % LINKED_ROWS
         near = slice(start, min(start + count, len(self._pivots)))
         pivots = self._pivots[near] / self._pivots.mean()
         links = torch.eye(count, device=pivots.device)
@@ -101,7 +101,7 @@ class RowFeedback:
 
     def add(self, coded: Tensor) -> None:
         """Tell what the next rows [count, in] have become."""
-        start = self._done % CHUNK
+        start = self._done % LINKED_ROWS
         torch.sub(self.coming(len(coded)), coded, out=self._errors[start : start + len(coded)])
         self._done += len(coded)
 
@@ -111,9 +111,9 @@ class RowFeedback:
             self.add(torch.zeros_like(self.target(size)))
 
     def _open(self) -> None:
-        rows = self._order[self._done : self._done + CHUNK]
+        rows = self._order[self._done : self._done + LINKED_ROWS]
         moment = self._metric.among(rows)
-        moment.diagonal().mul_(1 + _PER_NOISE * self._noise[self._done : self._done + CHUNK].to(moment))
+        moment.diagonal().mul_(1 + _PER_NOISE * self._noise[self._done : self._done + LINKED_ROWS].to(moment))
         self._links, self._pivots = upper_links(moment)
         self._errors = self._matrix.new_empty(len(rows), self._matrix.shape[1])
 

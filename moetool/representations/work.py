@@ -5,7 +5,7 @@ called was fitted to measured runs: `scripts/benchmarks/estimates.py` shows by p
 """
 
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS
-from moetool.numerics.row_feedback import LINKED_ROWS, LEAST_ROWS, rows_together
+from moetool.numerics.row_feedback import LEAST_ROWS, LINKED_ROWS, rows_together
 from moetool.numerics.work import Work
 
 TRIAL_ROWS = 192  # of a matrix that are encoded on trial: the mean of so many was right within a few percent
