@@ -109,7 +109,9 @@ def test_extremes() -> None:
     decoded = trellis.decoded(codes, scales, 2, torch.float32)
     assert not decoded[3].any()
     assert decoded.isfinite().all()
-    alike = torch.randn(16, 24).index_copy(0, torch.tensor([4, 5]), matrix[4:6])
+    alike = torch.randn(16, 24, generator=torch.Generator().manual_seed(7)).index_copy(
+        0, torch.tensor([4, 5]), matrix[4:6]
+    )
     errors = (trellis.decoded(*encoded(alike, 2, 8), 2, torch.float32) - alike).double()
     assert (errors.square().sum(1) < 0.3 * alike.double().square().sum(1)).all()
 
@@ -162,7 +164,7 @@ def test_paths_go_on_where_others_ended(bits: int) -> None:
     numbers = torch.randn(40, generator=torch.Generator().manual_seed(6))
     codes = torch.empty(40, dtype=torch.uint8)
     trellis.path(numbers[:16].contiguous(), bits, codes[:16])
-    after = trellis.TrellisCodes().after([codes[:20, None]], Among(torch.eye(24), torch.ones(24)))
+    after = trellis.TrellisCodes().after([codes[:16, None]], Among(torch.eye(24), torch.ones(24)))
     feedback = Feedback.of(torch.ones(1, 1))
     assert feedback is not None
     part = Coded(numbers[16:, None], torch.ones(24, 1), bits)
