@@ -23,7 +23,8 @@ from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
 
 _OUTPUT_DAMPING = 0.1  # of every output's own moment
 _NEURON_DAMPING = 0.3  # of every gate's and up's: slopes of a few hundred tokens tell less
-_TINY = 1e-6  # of the mean moment
+_MAKING_GOOD_DAMPING = 0.5  # of up's, where it makes good for gate: its own codes are to stay near to it
+_FLOOR = 0.03  # of the mean moment: a neuron that was silent on the text may speak later
 
 
 class LayerMetric:
@@ -92,6 +93,12 @@ class NeuronMetric:
         found = (a.T @ b).mul_(seen.T @ seen).div_(len(a))
         return damped(found, _NEURON_DAMPING) if one == other else found
 
+    def making_good(self, role: Role, neurons: Tensor) -> Tensor:
+        """The Cholesky factor of the part of H by which a role makes good for the errors of those before it."""
+        found = self.between(role, role, neurons)
+        found.diagonal().mul_(1 + _MAKING_GOOD_DAMPING)
+        return torch.linalg.cholesky(found)
+
     def after(self, role: Role) -> Role | None:
         """The role that is coded after this one."""
         roles = list(self._slopes)
@@ -105,7 +112,7 @@ class NeuronMetric:
             return None
         found = []
         for neurons in torch.arange(self._seen.shape[1], device=self._seen.device).split(LINKED_ROWS // 2):
-            own = torch.linalg.cholesky(self.between(role, role, neurons))
+            own = self.making_good(role, neurons)
             found.append(torch.cholesky_solve(self.between(role, before, neurons) @ errors[before][neurons], own))
         return torch.cat(found)
 
@@ -120,7 +127,7 @@ class _OfRole:
         own, after = self._metric.between(self._role, self._role, rows), self._metric.after(self._role)
         if after is None:
             return own
-        factor = torch.linalg.cholesky(self._metric.between(after, after, rows))
+        factor = self._metric.making_good(after, rows)
         linked = torch.linalg.solve_triangular(factor, self._metric.between(after, self._role, rows), upper=False)
         return own - linked.T @ linked
 
@@ -128,5 +135,5 @@ class _OfRole:
 def damped(moment: Tensor, damping: float) -> Tensor:
     """A second moment with more on its diagonal, in place, so that it is positive definite."""
     own = moment.diagonal()
-    own.mul_(1 + damping).add_(_TINY * own.mean() + torch.finfo(own.dtype).tiny)
+    own.mul_(1 + damping).add_(_FLOOR * own.mean() + torch.finfo(own.dtype).tiny)
     return moment

@@ -24,7 +24,7 @@ from moetool.job.stage import AnyStage, Effect
 from moetool.representations import Representation
 
 ROUNDING = 2.0**-7  # of a matrix: as much as numbers in bf16 may differ twice over
-WORSE_THAN_FRESH = 4.0  # codes that make good for each other's errors were up to 2.7 times as far as the nearest
+WORSE_THAN_FRESH = 4.0  # codes that make good for each other's errors were up to 3 times as far as the nearest
 _FAR = 3.0  # from the median of the same form
 _PEERS = 4  # experts of which there is a median
 _NEARER = 0.8  # of its error, that is left once a base is added that was missing
@@ -88,13 +88,16 @@ class ExpertErrors:
         with phase(progress, "Compare experts", len(self._made.moe_layers)):
             for layer in self._made.moe_layers:
                 self.relative[layer], self.by_expert[layer] = {}, {}
+                made_good = [0.0] * self._made.count(layer)
                 for role in self._made.shape.roles:
                     found = [self._find(layer, role, expert) for expert in range(self._made.count(layer))]
                     lost, total = (sum(own.error**2 for own in found), sum(own.whole**2 for own in found))
                     self.relative[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
                     self.by_expert[layer][role] = [float(f"{own.relative:.4g}") for own in found]
                     if "trains" not in self._effects:
-                        self.problems += self._wrong(layer, role, found)
+                        self.problems += self._wrong(layer, role, found, made_good)
+                    # Up was moved to where it makes good for what gate loses; down makes good for neither.
+                    made_good = [own.error for own in found]
                 progress.advance()
 
     def _base(self, layer: int, role: Role) -> Tensor | None:
@@ -113,7 +116,8 @@ class ExpertErrors:
         whole = before.norm().item()
         return _Found(whole, lost.norm().item(), whole, (lost - base).norm().item())
 
-    def _wrong(self, layer: int, role: Role, found: Sequence[_Found]) -> Iterator[str]:
+    def _wrong(self, layer: int, role: Role, found: Sequence[_Found], made_good: Sequence[float]) -> Iterator[str]:
+        """What is wrong with a role's matrices, which may make good for errors of these norms in others."""
         layout = self._made.layout(layer)
         forms = layout.weights[role]
         for expert, own in enumerate(found):
@@ -123,7 +127,7 @@ class ExpertErrors:
                 why = self._wrong_as_it_is(own)
             else:
                 peers = [other.of_stored for other, form in zip(found, forms, strict=True) if form == forms[expert]]
-                why = self._wrong_in(layer, role, expert, own, forms[expert], peers)
+                why = self._wrong_in(layer, role, expert, own, forms[expert], peers, made_good[expert])
             if why is not None:
                 stored = "" if forms is None else f", stored as '{forms[expert].spec}',"
                 yield (
@@ -140,7 +144,14 @@ class ExpertErrors:
         return "zeros would be nearer"
 
     def _wrong_in(
-        self, layer: int, role: Role, expert: int, own: _Found, form: Representation, peers: Sequence[float]
+        self,
+        layer: int,
+        role: Role,
+        expert: int,
+        own: _Found,
+        form: Representation,
+        peers: Sequence[float],
+        made_good: float,
     ) -> str | None:
         if own.with_base is not None and own.with_base < _NEARER * own.error:
             return f"by {own.with_base / own.whole:.3g} with the base, which nobody adds to it: it was made as a delta"
@@ -151,7 +162,7 @@ class ExpertErrors:
         if own.of_stored <= form.doubtful_error and not is_far:
             return None
         fresh = self._afresh(layer, role, expert, form)
-        if own.error <= WORSE_THAN_FRESH * fresh + ROUNDING * own.whole:
+        if own.error <= WORSE_THAN_FRESH * fresh + ROUNDING * own.whole + (made_good if role != "down" else 0.0):
             return None
         return f"by {fresh / own.whole if own.whole else 0.0:.3g} if it is encoded afresh"
 

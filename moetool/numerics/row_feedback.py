@@ -19,7 +19,7 @@ from torch import Tensor
 LINKED_ROWS = 2048  # rows between which errors are moved: the time for S grows by the cube of it
 # What a row makes good for makes its numbers larger, and with them its own errors, the more, the fewer bits it has. At
 # 1 bit, without such damping, metrics whose rows tell much of each other lost more with feedback than without.
-_PER_NOISE = 1.0
+_PER_NOISE = 4.0
 LEAST_ROWS = 16  # that are coded together, without feedback among them
 _PARTS = 64  # in which the rows of large matrices are coded
 

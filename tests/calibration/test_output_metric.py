@@ -17,7 +17,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 @pytest.fixture
 def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_OUTPUT_DAMPING", "_NEURON_DAMPING", "_TINY"):
+    for name in ("_OUTPUT_DAMPING", "_NEURON_DAMPING", "_FLOOR"):
         monkeypatch.setattr(output_metric, name, 0.0)
 
 
@@ -47,8 +47,9 @@ def test_what_an_error_at_gate_and_up_costs_if_slopes_and_gradients_do_not_depen
     assert float(found) == pytest.approx(float(exact), rel=1e-4)
 
 
-def test_up_makes_good_for_gate_as_well_as_it_can(slopes: dict[Role, Tensor]) -> None:
+def test_up_makes_good_for_gate_as_well_as_it_can(slopes: dict[Role, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient by up of what is lost is zero there, and what is left is what the metric of gate's rows counts."""
+    monkeypatch.setattr(output_metric, "_MAKING_GOOD_DAMPING", 0.0)
     metric = NeuronMetric(slopes, random(HIDDEN, WIDTH, seed=6))
     gate = random(WIDTH, 7, seed=7)
     shift = metric.moved("up", {"gate": gate})

@@ -75,5 +75,5 @@ def test_says_what_it_takes(run_cli, arguments, tmp_path) -> None:
     plans = [run_cli(command, source, tmp_path / "no", *options, *more, "--dry-run", "--json").json
              for more in ((), ("--refine", 0))]  # fmt: skip
     assert plans[0]["peak_memory_bytes"] > plans[1]["peak_memory_bytes"]
-    assert plans[0]["scratch_bytes"] > plans[1]["scratch_bytes"]
+    assert plans[0]["scratch_bytes"] >= plans[1]["scratch_bytes"]
     assert plans[0]["output_bytes"] == plans[1]["output_bytes"]

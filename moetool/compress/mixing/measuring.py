@@ -34,7 +34,9 @@ class MixingOptions(RunOptions, SizeOptions, KeepOptions, IncludeOptions, Calibr
         128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
     )
     sensitivity: Sensitivity = Field(
-        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
+        "channel",
+        description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all. By channel, "
+        "the codes of rows make good for each other's errors, too.",
     )
     trellis: bool = Field(
         False,
