@@ -29,7 +29,7 @@ class ExpertRun(NamedTuple):
     activation: Tensor
     product: Tensor
     output: Tensor
-    activate: Callable[[Tensor], Tensor] = torch.nn.functional.silu
+    activate: Callable[[Tensor], Tensor]
 
     def slopes(self, gate_up: Tensor) -> Tensor:
         """The derivatives of the activations of some tokens by their `gate_up`, of which each activation depends on

@@ -28,7 +28,7 @@ from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
 from moetool.representations import Representation
 from moetool.representations.low_rank import break_even_rank
-from moetool.representations.work import coding_in_turn, cutting
+from moetool.representations.work import cutting
 from moetool.runtime.dense import DenseModel
 
 FORWARD, BACKWARD, FACTORIZE = "Forward", "Backward", "Factorize"
@@ -131,8 +131,9 @@ def menu_phases(
         for role, offered in forms.items():
             matrix, made = shape.matrix(role), [form for form in offered if not form.is_whole]
             measured += tried(made, matrix) * deltas
-            more = coding_in_turn(matrix) if in_turn else Work()
-            encoded[role] += [form.work(matrix, fed_back=True) + (Work() if form.directions else more) for form in made]
+            encoded[role] += [
+                form.work(matrix, fed_back=True) + (form.in_turn_work(matrix) if in_turn else Work()) for form in made
+            ]
     chosen = altogether(altogether(works) * (deltas / max(1, len(works))) for works in encoded.values())
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)

@@ -243,6 +243,11 @@ class Representation(ABC):
         """The work of encoding a `matrix` `[out, in]`; codes `fed_back` make up for each other's errors."""
         return handling(matrix)
 
+    def in_turn_work(self, matrix: tuple[int, int]) -> Work:
+        """The work of having the rows of a matrix `[out, in]` make good for each other's errors, beside `work`; none of
+        forms whose rows do not."""
+        return Work()
+
     def trial_work(self, columns: int) -> Work:
         """The work of encoding some rows of a matrix of so many `columns`, which tell what all of them would lose."""
         return trial(columns)

@@ -160,6 +160,10 @@ class MixedRows(Representation):
         ranking = Work(products={"float32": matrix[0] * matrix[1] ** 2}) if fed_back else Work()
         return ranking + most.form.work(matrix, fed_back=fed_back)
 
+    def in_turn_work(self, matrix: tuple[int, int]) -> Work:
+        *_, most = self.coded(matrix)
+        return most.form.in_turn_work(matrix)
+
     def trial_work(self, columns: int) -> Work:
         """No work: what its rows lose follows from the rows of its parts."""
         return Work()

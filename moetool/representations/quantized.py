@@ -23,7 +23,7 @@ from moetool.representations.base import Representation, RowPart, Stored, Weight
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.operand import Operand, Products
 from moetool.representations.trainable import Trainable, TrainableCodes
-from moetool.representations.work import feeding_back, fitting_scales, nearest_codes, widening_scales
+from moetool.representations.work import coding_in_turn, feeding_back, fitting_scales, nearest_codes, widening_scales
 
 WHOLE = 8  # bits of a code that is a byte
 ROW = "row"  # how a spec says that a whole row shares one scale
@@ -126,6 +126,9 @@ class Quantized(Representation):
             groups = matrix[1] // group_size(self.group, matrix[1])
             found += widening_scales(matrix[1]) + fitting_scales(matrix, groups)
         return found
+
+    def in_turn_work(self, matrix: tuple[int, int]) -> Work:
+        return coding_in_turn(matrix)
 
     def trial_work(self, columns: int) -> Work:
         widening = widening_scales(columns).moved if self.is_coarse else 0.0  # called once for all forms

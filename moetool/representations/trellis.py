@@ -17,7 +17,7 @@ from moetool.representations.measured import Measured
 from moetool.representations.operand import Operand
 from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
 from moetool.representations.trainable import TrainableScales
-from moetool.representations.work import TRIAL_ROWS, trellis_paths
+from moetool.representations.work import TRIAL_ROWS, linked_paths, trellis_paths
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Trellis(Quantized):
 
     def work(self, matrix: tuple[int, int], *, fed_back: bool = False) -> Work:
         return self.coding_work(matrix, fed_back=fed_back) + trellis_paths(matrix, self.bits)
+
+    def in_turn_work(self, matrix: tuple[int, int]) -> Work:
+        return super().in_turn_work(matrix) + linked_paths(matrix)
 
     def trial_work(self, columns: int) -> Work:
         return super().trial_work(columns) + trellis_paths((TRIAL_ROWS, columns), self.bits)

@@ -20,6 +20,7 @@ _TRIAL_PRODUCTS = 1.75  # of rows on trial and a Gram matrix: error feedback, an
 _TRIAL_CALLS = 500  # for the rows of one form on trial
 _PATH_BYTES = 8000  # per number and branch of a trellis, of which there are 2^bits, to find its code
 _PATH_CALLS = 1  # per column of a trellis
+_LINKED_BYTES = 400_000  # per number, to find its code where errors move the numbers behind them
 _SAMPLE_BYTES = 600  # per number that is chosen at random
 _CODE_BYTES = 280  # per number and scale that is tried for it, in a cache
 _PACKED = 2.5  # scales that finding the last code and packing it take as long as
@@ -95,6 +96,11 @@ def trellis_paths(matrix: tuple[int, int], bits: int) -> Work:
     """Work of finding the codes of a matrix `[out, in]` by Viterbi's search through the trellis, once."""
     rows, columns = matrix
     return Work(moved=_PATH_BYTES * 2**bits * rows * columns, calls=_PATH_CALLS * columns)
+
+
+def linked_paths(matrix: tuple[int, int]) -> Work:
+    """Work of finding the codes of a matrix `[out, in]` by a search in which errors move the numbers behind them."""
+    return Work(moved=_LINKED_BYTES * matrix[0] * matrix[1])
 
 
 def trial(columns: int) -> Work:

@@ -223,7 +223,9 @@ def test_the_sample_is_every_nth_activation(measured: Measured, whole: Whole) ->
 
 def observe(collector: GramCollector, expert: int, inputs: Tensor, activation: Tensor) -> None:
     nothing = torch.empty(0)
-    collector.observe(expert, torch.zeros(len(inputs)), inputs, ExpertRun(nothing, activation, nothing, nothing))
+    collector.observe(
+        expert, torch.zeros(len(inputs)), inputs, ExpertRun(nothing, activation, nothing, nothing, torch.relu)
+    )
 
 
 def test_a_narrow_down_keeps_the_gram_of_its_input() -> None:
@@ -266,7 +268,7 @@ def test_fisher_squares_windows_one_by_one() -> None:
     output = torch.zeros(4, 2, requires_grad=True) * 1
     gate_up = torch.zeros(4, 6, requires_grad=True) * 1
     windows = torch.tensor([0, 0, 1, 1])
-    collector.observe(0, windows, torch.ones(4, 2), ExpertRun(gate_up, activation, output, output))
+    collector.observe(0, windows, torch.ones(4, 2), ExpertRun(gate_up, activation, output, output, torch.relu))
     (output * torch.tensor([[1.0, 2], [1, 2], [-1, -2], [-1, -2]])).sum().backward()
     assert collector.total["down"].tolist() == [[8.0] * 3, [32.0] * 3]
     assert collector.weighted["down"].tolist() == [[8.0] * 3, [32.0] * 3]
@@ -283,7 +285,7 @@ def test_fisher_of_many_equal_terms_does_not_stall() -> None:
         output = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True) * 1
         gate_up = torch.zeros(200, 2, dtype=torch.bfloat16, requires_grad=True) * 1
         ones = torch.ones(200, 1, dtype=torch.bfloat16)
-        collector.observe(0, torch.arange(200), ones, ExpertRun(gate_up, ones, output, output))
+        collector.observe(0, torch.arange(200), ones, ExpertRun(gate_up, ones, output, output, torch.relu))
         output.sum().backward()
     assert collector.total["down"].item() == 600
     assert collector.total["down"].dtype == torch.float32

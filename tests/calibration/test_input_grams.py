@@ -25,7 +25,7 @@ def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
     for expert, count in enumerate(TOKENS):
         windows, nothing = torch.zeros(count, dtype=torch.int64), torch.zeros(count, 16)
         for part in (slice(0, count // 2), slice(count // 2, count)):
-            work = ExpertRun(nothing, activations[expert][part], nothing, nothing)
+            work = ExpertRun(nothing, activations[expert][part], nothing, nothing, torch.relu)
             collector.observe(expert, windows[part], inputs[expert][part], work)
     return collector, inputs, activations
 

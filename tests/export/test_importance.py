@@ -48,7 +48,7 @@ def test_gradients_are_those_of_an_experts_own_outputs(source: GgufSource) -> No
         gate_up = torch.randn(tokens, 96, generator=draw, requires_grad=True)
         activation = torch.randn(tokens, 48, generator=draw)
         output = torch.randn(tokens, 32, generator=draw, requires_grad=True)
-        moments.observe(expert, torch.zeros(tokens), inputs, ExpertRun(gate_up, activation, output, output))
+        moments.observe(expert, torch.zeros(tokens), inputs, ExpertRun(gate_up, activation, output, output, torch.relu))
         (torch.cat([torch.ones(48), 3 * torch.ones(48)]) * gate_up).sum().backward()
         (expert * output).sum().backward()
     gate, up, down = (moments.by_name[f"blk.1.ffn_{role}_exps.weight"] for role in ("gate", "up", "down"))

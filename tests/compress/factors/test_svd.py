@@ -35,7 +35,7 @@ class Layer:
         for expert, (x, h) in enumerate(zip(self.inputs, self.activations, strict=True)):
             if len(x):
                 nothing = torch.empty(0)
-                self.grams.observe(expert, torch.zeros(len(x)), x, ExpertRun(nothing, h, nothing, nothing))
+                self.grams.observe(expert, torch.zeros(len(x)), x, ExpertRun(nothing, h, nothing, nothing, torch.relu))
 
     def delta(self, role: Role, expert: int) -> Tensor:
         return random(*self.shape.matrix(role), seed=100 + 10 * expert + len(role))
