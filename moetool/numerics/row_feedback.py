@@ -67,8 +67,7 @@ class RowFeedback:
         (`rows_together`)."""
         step, found = rows_together(len(self._order), least), list[int]()
         while count:
-            start = (self._done + sum(found)) % LINKED_ROWS
-            left = min(LINKED_ROWS - start, len(self._order) - self._done - sum(found))  # a block lies in one chunk
+            left = LINKED_ROWS - (self._done + sum(found)) % LINKED_ROWS  # a block lies in one chunk
             found.append(min(step, count, left))
             count -= found[-1]
         return found

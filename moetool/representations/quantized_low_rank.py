@@ -131,7 +131,8 @@ class QuantizedLowRank(Representation):
         powers = balancing_powers(exact.double(), v)[:, None]
         u["scales"] = (u["scales"].double() * powers).to(dtype)
         v /= powers
-        tensors = {"u": u, "v": self.v.encode(v, dtype, measured)}
+        # The rows of V are directions, not the matrix's.
+        tensors = {"u": u, "v": self.v.encode(v, dtype, replace(measured, outputs=None))}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     @property

@@ -1,6 +1,7 @@
 """Matrices and factors in few bits: bytes as theory says, errors as the bits allow."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,3 +268,20 @@ def test_products_are_the_same_with_gradients_and_without(bits: int) -> None:
         torch.testing.assert_close(weight(inputs), with_gradients, rtol=1e-5, atol=1e-5)
     with torch.inference_mode():
         torch.testing.assert_close(weight(inputs), with_gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_do_not_take_their_directions_for_rows() -> None:
+    """How rows of the matrix count together says nothing of the rows of V."""
+    generator = torch.Generator().manual_seed(3)
+    delta, inputs = torch.randn(24, 16, generator=generator), torch.randn(200, 16, generator=generator)
+    form, measured = QuantizedLowRank(8, 3, 8), Measured(inputs.T @ inputs)
+    plain = form.encode(delta, torch.float32, measured)
+    linked = form.encode(delta, torch.float32, replace(measured, outputs=_Alike()))
+    assert all(tensor.equal(linked[name]) for name, tensor in plain.items())
+
+
+class _Alike:
+    """A metric in which all rows tell much of each other."""
+
+    def among(self, rows: Tensor) -> Tensor:
+        return torch.eye(len(rows)) + 3
