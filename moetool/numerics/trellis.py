@@ -161,7 +161,9 @@ class TrellisCodes:
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         if self._before is None:
             return decoded(codes, scales, bits, torch.float32)
-        found = values(bits, codes.device)[windows(torch.cat([self._before, codes]), bits)[len(self._before) :]]
+        found = values(bits, codes.device)[
+            windows(torch.cat([self._before.to(codes), codes]), bits)[len(self._before) :]
+        ]
         return (found.view(*scales.shape, -1) * scales.float().unsqueeze(2)).view(codes.shape)
 
     def order(self, rows: int, bits: int) -> Tensor:

@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetool.calibration.output_metric import OutputMetric
 from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.numerics.quantization import dequantize, quantize
 from moetool.numerics.root import square_root
+from moetool.representations import Measured
+from moetool.representations.mixed_rows import TrellisRows
+from moetool.representations.quantized import Quantized
+from moetool.representations.trellis import Trellis
 
 pytestmark = pytest.mark.cuda
 
@@ -41,3 +46,16 @@ def test_codes_are_as_good(bits: int) -> None:
         codes, scales = quantize(matrix.to(device), bits, 32, torch.float32)
         errors[device] = float((dequantize(codes, scales, bits, torch.float32).cpu() - matrix).norm())
     assert errors["cuda"] == pytest.approx(errors["cpu"], rel=1e-3)
+
+
+@pytest.mark.parametrize("form", [Quantized(2, 32), Trellis(2, 32), TrellisRows((0, 0, 8, 8), 32)])
+def test_rows_in_turn_are_as_good(form: Quantized | TrellisRows) -> None:
+    matrix, tokens, gradients = random(64, 128).float(), random(400, 128).float(), random(300, 64).float()
+    moment, lost = gradients.T @ gradients + 40, {}
+    for device in ("cpu", "cuda"):
+        gram = (tokens.T @ tokens).to(device)
+        measured = Measured(gram, outputs=OutputMetric(moment.to(device)))
+        stored = form.encode(matrix.to(device), torch.float32, measured)
+        left = matrix - form.decode(stored, (64, 128), torch.float32).float().cpu()
+        lost[device] = float(((moment @ left) * (left @ gram.cpu())).sum())
+    assert lost["cuda"] == pytest.approx(lost["cpu"], rel=0.05)
