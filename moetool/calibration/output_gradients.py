@@ -41,7 +41,7 @@ class OutputGradients(Collector):
 
 
 def metric_path(work: Path, layer: int) -> Path:
-    """The file in which a layer's mean of `g gᵀ` waits for the layer to be refined."""
+    """The file in which a layer's mean of `g gᵀ` waits for the layer to be encoded."""
     return work / f"metric-{layer:05d}.safetensors"
 
 

@@ -10,7 +10,8 @@ with the slopes of a sample of the expert's tokens. No gradients per expert are 
 in these: on a small Mixtral in 2 bits KL divergence was .93 times as large.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _FLOOR = 0.03  # of the mean moment: a neuron that was silent on the text may sp
 
 
 class LayerMetric:
-    """The metrics of the experts of a layer."""
+    """How errors in the matrices of a layer's experts count together, expert by expert."""
 
     def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, weights: Weights) -> None:
         """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams`
@@ -37,21 +38,29 @@ class LayerMetric:
         self._root = root(moment).to(moment)
 
     def of(self, expert: int) -> "ExpertMetric":
-        """The metrics of one expert."""
+        """Return how errors in one expert's matrices count together; an expert that no token reached has the metric of
+        down alone."""
+        return ExpertMetric(self._down, partial(self._neurons, expert))
+
+    def _neurons(self, expert: int) -> "NeuronMetric | None":
         slopes = None if self._grams.slopes is None else self._grams.slopes.of(expert)
         if slopes is None:
-            return ExpertMetric(self._down, None)
+            return None
         roles = self._shape.entering
         by_role = dict(zip(roles, slopes.to(self._root).chunk(len(roles), 1), strict=True))
-        seen = self._root.T @ self._weights(expert, "down").to(self._root)
-        return ExpertMetric(self._down, NeuronMetric(by_role, seen))
+        return NeuronMetric(by_role, self._root.T @ self._weights(expert, "down").to(self._root))
 
 
 class ExpertMetric:
-    """The metrics of one expert's matrices; without an `entering` one, that of down alone."""
+    """How errors in one expert's matrices count together, by role."""
 
-    def __init__(self, down: "OutputMetric", entering: "NeuronMetric | None") -> None:
-        self._down, self._entering = down, entering
+    def __init__(self, down: "OutputMetric", neurons: "Callable[[], NeuronMetric | None]") -> None:
+        """`neurons` makes the metric of gate and up when it is first needed; it gives `None` if there is none."""
+        self._down, self._neurons = down, neurons
+
+    @cached_property
+    def _entering(self) -> "NeuronMetric | None":
+        return self._neurons()
 
     def rows(self, role: Role) -> RowMetric | None:
         """The metric of the rows of a role, of which the roles after it make good for what they can."""
@@ -100,7 +109,7 @@ class NeuronMetric:
         return torch.linalg.cholesky(found)
 
     def after(self, role: Role) -> Role | None:
-        """The role that is coded after this one."""
+        """Find the role of gate and up that is coded after a role; `None` after the last."""
         roles = list(self._slopes)
         return roles[roles.index(role) + 1] if role != roles[-1] else None
 
@@ -118,7 +127,7 @@ class NeuronMetric:
 
 
 class _OfRole:
-    """The metric of the rows of one role."""
+    """A `RowMetric` of the rows of one role, gate or up, of an expert."""
 
     def __init__(self, metric: NeuronMetric, role: Role) -> None:
         self._metric, self._role = metric, role

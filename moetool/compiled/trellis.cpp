@@ -12,13 +12,12 @@ struct Segment {
 };
 
 // A state is the last symbols, the newest one in the lowest bits; `values` has what each stands for.
-// From the state `begin`, or where that is -1 from any.
-template <int BITS> void forward(const float* x, Segment& s, int window, const float* values, int begin) {
+template <int BITS> void forward(const float* x, Segment& s, int window, const float* values, bool is_first) {
   constexpr int BRANCHES = 1 << BITS;
   const int states = 1 << window, stems = states / BRANCHES;
   std::vector<float> least(stems);
-  s.costs.assign(states, begin < 0 ? 0.f : 1e30f);
-  if (begin >= 0) s.costs[begin] = 0;
+  s.costs.assign(states, is_first ? 1e30f : 0.f);
+  if (is_first) s.costs[0] = 0;
   s.origins.resize((s.end - s.begin) * stems);
   float *costs = s.costs.data(), *best = least.data();
   for (long t = s.begin; t < s.end; t++) {
@@ -45,7 +44,7 @@ template <int BITS> void forward(const float* x, Segment& s, int window, const f
   }
 }
 template <int BITS>
-void path(const float* x, long count, int window, long segment, int begin, const float* values, uint8_t* symbols, float* found,
+void path(const float* x, long count, int window, long segment, const float* values, uint8_t* symbols, float* found,
           int threads) {
   constexpr int BRANCHES = 1 << BITS;
   const int states = 1 << window, stems = states / BRANCHES;
@@ -54,7 +53,7 @@ void path(const float* x, long count, int window, long segment, int begin, const
   for (long i = 0; i < (long)segments.size(); i++) {
     Segment& s = segments[i];
     s.begin = i * segment, s.end = std::min(count, s.begin + segment);
-    forward<BITS>(x, s, window, values, i ? -1 : begin);
+    forward<BITS>(x, s, window, values, i == 0);
   }
   long stem = -1;  // of the state that the next segment begins from: its oldest symbol is open
   for (long i = (long)segments.size() - 1; i >= 0; i--) {
@@ -75,12 +74,12 @@ void path(const float* x, long count, int window, long segment, int begin, const
   }
 }
 template <int BITS>
-void paths(const float* x, long lines, long count, int window, long segment, int begin, const float* values,
-           uint8_t* symbols, float* found, int threads) {
-  if (lines == 1) return path<BITS>(x, count, window, segment, begin, values, symbols, found, threads);
+void paths(const float* x, long lines, long count, int window, long segment, const float* values, uint8_t* symbols,
+           float* found, int threads) {
+  if (lines == 1) return path<BITS>(x, count, window, segment, values, symbols, found, threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (long i = 0; i < lines; i++)
-    path<BITS>(x + i * count, count, window, segment, begin, values, symbols + i * count, found + i * count, 1);
+    path<BITS>(x + i * count, count, window, segment, values, symbols + i * count, found + i * count, 1);
 }
 }  // namespace
 
@@ -165,13 +164,13 @@ extern "C" void moetool_linked_trellis(const float* x, long count, int bits, int
 }
 
 // Of every line: symbols [lines, count] of the path, and the values [lines, count] that it goes through. A segment begins
-// in a state that is open, the first one in `begin`.
-extern "C" void moetool_trellis(const float* x, long lines, long count, int bits, int window, long segment, int begin,
+// in a state that is open, the first one in state 0.
+extern "C" void moetool_trellis(const float* x, long lines, long count, int bits, int window, long segment,
                                 const float* values, uint8_t* symbols, float* found, int threads) {
   switch (bits) {
-    case 1: return paths<1>(x, lines, count, window, segment, begin, values, symbols, found, threads);
-    case 2: return paths<2>(x, lines, count, window, segment, begin, values, symbols, found, threads);
-    case 3: return paths<3>(x, lines, count, window, segment, begin, values, symbols, found, threads);
-    case 4: return paths<4>(x, lines, count, window, segment, begin, values, symbols, found, threads);
+    case 1: return paths<1>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 2: return paths<2>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 3: return paths<3>(x, lines, count, window, segment, values, symbols, found, threads);
+    case 4: return paths<4>(x, lines, count, window, segment, values, symbols, found, threads);
   }
 }

@@ -1,23 +1,21 @@
 """The non-uniform levels of `numerics.quantization` as a coder for `numerics.output_codes`."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
+from moetool.numerics.output_codes import EachByItself
 from moetool.numerics.quantization import dequantize
-from moetool.numerics.row_feedback import LEAST_ROWS, Among
 
 
-class LevelCodes:
+class LevelCodes(EachByItself):
     """A `Coder` that codes each number by itself, as the nearest of a few levels (`numerics.quantization`), 1 to 8
     bits."""
 
     noise: ClassVar[Mapping[int, float]] = {1: 0.363, 2: 0.117, 3: 0.035}
-    least_rows: ClassVar[int] = LEAST_ROWS
-    ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         alike: dict[tuple[int, int], list[int]] = {}
@@ -31,9 +29,3 @@ class LevelCodes:
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         return dequantize(codes, scales, bits, torch.float32)
-
-    def order(self, rows: int, bits: int) -> Tensor:
-        return torch.arange(rows)
-
-    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
-        return self

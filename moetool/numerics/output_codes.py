@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback
-from moetool.numerics.row_feedback import Among, RowFeedback
+from moetool.numerics.row_feedback import LEAST_ROWS, Among, RowFeedback
 from moetool.numerics.scale_fitting import fitted_scales
 
 _FLAT = 0.35  # flatness from which on the scales of the nearest codes serve
@@ -58,6 +58,21 @@ class Coder(Protocol):
     def after(self, codes: Sequence[Tensor], among: Among) -> Self:
         """The coder of rows whose errors move each other, and that follow those of the last `codes` `[rows, in]`, if
         there are any, in that order."""
+
+
+class EachByItself:
+    """The part of a `Coder` that is the same wherever no number's code depends on those of other rows."""
+
+    least_rows: ClassVar[int] = LEAST_ROWS
+    ahead: ClassVar[int] = 0
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        """Return the rows as they come: `[rows]` int64."""
+        return torch.arange(rows)
+
+    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
+        """Return the coder itself, whatever rows came before."""
+        return self
 
 
 def coded_for_outputs(
@@ -142,7 +157,7 @@ def _fitted(part: Coded, codes: Tensor, coder: Coder, feedback: Feedback, *, kee
 
 
 def _widened(part: Coded, width: float) -> Coded:
-    """The part with scales that are wider by a factor."""
+    """Widen the scales of a part by a factor; as it is for a factor of 1."""
     return part if width == 1 else Coded(part.matrix, _times(part.scales, width), part.bits)
 
 

@@ -37,7 +37,7 @@ class Among(NamedTuple):
 
 
 class RowMetric(Protocol):
-    """How errors in the rows of a matrix count together."""
+    """The second moment of the loss's gradients at a matrix's outputs, by which errors in its rows count together."""
 
     def among(self, rows: Tensor) -> Tensor:
         """The second moment of the gradients at the outputs of some `rows` [n] int64, in their order, damped so that
@@ -73,7 +73,7 @@ class RowFeedback:
         return found
 
     def coming(self, count: int) -> Tensor:
-        """The next rows as they are: [count, in] fp32."""
+        """Return the next rows of the matrix as they are, before errors are moved to them: [count, in] fp32."""
         return self._matrix[self._order[self._done : self._done + count]]
 
     def target(self, count: int) -> Tensor:
@@ -99,13 +99,13 @@ class RowFeedback:
         return Among(links, torch.cat([pivots, pivots.mean().expand(count - len(pivots))]))
 
     def add(self, coded: Tensor) -> None:
-        """Tell what the next rows [count, in] have become."""
+        """Take what the next rows of the matrix [count, in] have become, whose errors then move those behind them."""
         start = self._done % LINKED_ROWS
         torch.sub(self.coming(len(coded)), coded, out=self._errors[start : start + len(coded)])
         self._done += len(coded)
 
     def leave_out(self, count: int) -> None:
-        """Have the next rows be zero."""
+        """Take the next rows of the matrix as zeros, which is what rows without codes become."""
         for size in self.blocks(count, count):
             self.add(torch.zeros_like(self.target(size)))
 

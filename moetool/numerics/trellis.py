@@ -12,7 +12,7 @@ Of a normal variable it leaves .280, .077, .021, .0058 at 1, 2, 3, 4 bits, where
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moetool.compiled import compiler
-from moetool.numerics.error_feedback import Coded, Feedback, fed_back
+from moetool.numerics.error_feedback import Coded, Feedback, Grid, fed_back
 from moetool.numerics.row_feedback import Among
 
 WIDTHS = (1, 2, 3, 4)
@@ -144,11 +144,6 @@ class TrellisCodes:
     least_rows: ClassVar[int] = 32
     ahead: ClassVar[int] = 8
 
-    def __init__(self, before: Tensor | None = None, among: Among | None = None) -> None:
-        """Paths through the rows of whole matrices; or through rows that come in the order of a path, which goes on
-        from the codes of the rows `before` [rows, in] uint8, and whose errors move each other."""
-        self._before, self._among = before, among
-
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         """Find codes `[out, in]` of each part that make up for each other's errors, by the best path through the
         trellis.
@@ -159,29 +154,46 @@ class TrellisCodes:
         return [self._fed_back(part, feedback) for part in parts]
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-        if self._before is None:
-            return decoded(codes, scales, bits, torch.float32)
-        found = values(bits, codes.device)[
-            windows(torch.cat([self._before.to(codes), codes]), bits)[len(self._before) :]
-        ]
-        return (found.view(*scales.shape, -1) * scales.float().unsqueeze(2)).view(codes.shape)
+        return decoded(codes, scales, bits, torch.float32)
 
     def order(self, rows: int, bits: int) -> Tensor:
         return in_order(rows, bits)
 
     def after(self, codes: Sequence[Tensor], among: Among) -> "TrellisCodes":
         before = torch.cat([own[-WINDOW:] for own in codes[-1:]] or [torch.empty(0, dtype=torch.uint8)])
-        return TrellisCodes(before, among)
+        return _CodesGoingOn(before, among)
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
-        order, begins = in_order(len(part.matrix), part.bits), None
-        if self._before is not None:
-            order = torch.arange(len(part.matrix))
-        if self._before is not None and len(self._before):
-            begins = _state(self._before.cpu(), part.bits)[feedback.order.cpu()]
+        order = self.order(len(part.matrix), part.bits)
         lines = part.matrix.detach().float().cpu()[order].T.contiguous()
-        grid = Paths(part.bits, part.scales.detach().float().cpu()[order].T.contiguous(), begins, self._among)
+        grid = self._grid(part.bits, part.scales.detach().float().cpu()[order].T.contiguous(), feedback)
         return _as_rows(fed_back(lines, grid, part.scales.shape[1], feedback), order).to(part.matrix.device)
+
+    def _grid(self, bits: int, scales: Tensor, feedback: Feedback) -> Grid:
+        return Paths(bits, scales)
+
+
+class _CodesGoingOn(TrellisCodes):
+    """A coder of rows that come in the order of a path, which goes on from rows before, and whose errors move each
+    other."""
+
+    def __init__(self, before: Tensor, among: Among) -> None:
+        """Go on from the codes of the last rows `before` [rows, in] uint8; [0] if there are none."""
+        self._before, self._among = before, among
+
+    def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+        states = windows(torch.cat([self._before.to(codes), codes]), bits)[len(self._before) :]
+        found = values(bits, codes.device)[states]
+        return (found.view(*scales.shape, -1) * scales.float().unsqueeze(2)).view(codes.shape)
+
+    def order(self, rows: int, bits: int) -> Tensor:
+        return torch.arange(rows)
+
+    def _grid(self, bits: int, scales: Tensor, feedback: Feedback) -> Grid:
+        begins: Iterable[int] = repeat(0)
+        if len(self._before):
+            begins = _state(self._before.cpu(), bits)[feedback.order.cpu()].tolist()
+        return LinkedPaths(bits, scales, begins, self._among)
 
 
 def _nearest(numbers: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -205,33 +217,40 @@ def _as_rows(lines: Tensor, order: Tensor) -> Tensor:
 class Paths:
     """Finds paths of columns whose values are scaled, for error feedback."""
 
-    def __init__(self, bits: int, scales: Tensor, begins: Tensor | None = None, among: Among | None = None) -> None:
-        """`scales` [groups, rows] fp32; columns begin in these states [in] int32 one after the other, without in 0; and
-        errors of rows move the rows behind."""
+    def __init__(self, bits: int, scales: Tensor) -> None:
+        """`scales` [groups, rows] fp32."""
         self._bits, self._scales = bits, scales
-        self._among = None if among is None else Among(*(own.cpu().contiguous() for own in among))
-        self._begins = repeat(0) if begins is None else iter(begins.tolist())
         self._inverse = 1 / torch.where(scales > 0, scales, 1)
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
         """Find the path nearest to the column `values` [rows]: writes `codes` [rows] uint8, returns its numbers."""
-        begin = next(self._begins)
-        if self._among is not None:
-            scales, numbers = self._scales[group], values * self._inverse[group]
-            return linked_path(numbers, self._bits, codes, begin, self._among, scales).mul_(scales)
-        return path(values * self._inverse[group], self._bits, codes, begin).mul_(self._scales[group])
+        return self._path(values * self._inverse[group], self._scales[group], codes).mul_(self._scales[group])
+
+    def _path(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+        return path(numbers, self._bits, codes)
 
 
-def path(numbers: Tensor, bits: int, codes: Tensor, begin: int = 0) -> Tensor:
-    """The values of the path that is nearest to `numbers` of variance one, from the state `begin` on (`_state`); writes
-    its `codes` uint8.
+class LinkedPaths(Paths):
+    """Finds paths of columns in which the errors of rows move the rows behind them."""
+
+    def __init__(self, bits: int, scales: Tensor, begins: Iterable[int], among: Among) -> None:
+        """`scales` [groups, rows] fp32; the columns begin in these states, in the order in which they are asked for."""
+        super().__init__(bits, scales)
+        self._begins, self._among = iter(begins), Among(*(own.cpu().contiguous() for own in among))
+
+    def _path(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+        return linked_path(numbers, self._bits, codes, next(self._begins), self._among, scales)
+
+
+def path(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
+    """The values of the path that is nearest to `numbers` of variance one; writes its `codes` uint8.
 
     All are [n] or [lines, n], each line by itself, in fp32, on a CPU, contiguous.
     """
     if compiler.problem():
         if numbers.dim() == 1:
-            return _by_torch(numbers, bits, codes, begin)
-        return torch.stack([_by_torch(line, bits, own, begin) for line, own in zip(numbers, codes, strict=True)])
+            return _by_torch(numbers, bits, codes)
+        return torch.stack([_by_torch(line, bits, own) for line, own in zip(numbers, codes, strict=True)])
     found, table = torch.empty_like(numbers), _newest_lowest(bits)
     compiler.library().moetool_trellis(
         ctypes.c_void_p(numbers.data_ptr()),
@@ -240,7 +259,6 @@ def path(numbers: Tensor, bits: int, codes: Tensor, begin: int = 0) -> Tensor:
         ctypes.c_int(bits),
         ctypes.c_int(WINDOW),
         ctypes.c_long(_SEGMENT),
-        ctypes.c_int(begin),
         ctypes.c_void_p(table.data_ptr()),
         ctypes.c_void_p(codes.data_ptr()),
         ctypes.c_void_p(found.data_ptr()),
@@ -307,7 +325,7 @@ def _newest_lowest(bits: int) -> Tensor:
     return values(bits, torch.device("cpu"))[reordered(torch.arange(2**WINDOW), bits)].contiguous()
 
 
-def _by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int) -> Tensor:
+def _by_torch(numbers: Tensor, bits: int, codes: Tensor) -> Tensor:
     """Find the path in plain torch, all segments side by side; a hundred times slower than the compiled form."""
     table, branches = _newest_lowest(bits), 2**bits
     states, stems = len(table), len(table) // branches
@@ -317,7 +335,7 @@ def _by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int) -> Tensor:
     lines = padded.view(count, _SEGMENT)
     costs = torch.zeros(count, states)
     costs[0] = 1e30
-    costs[0, begin] = 0
+    costs[0, 0] = 0
     origins = torch.empty(_SEGMENT, count, stems, dtype=torch.uint8)
     ends = [min(_SEGMENT, len(numbers) - first) for first in range(0, len(numbers), _SEGMENT)]
     at_end = torch.empty(count, states)
@@ -343,7 +361,7 @@ def _by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int) -> Tensor:
 
 
 def _linked_by_torch(numbers: Tensor, bits: int, codes: Tensor, begin: int, among: Among, scales: Tensor) -> Tensor:
-    """Find the path of `linked_path` in plain torch."""
+    """Find a path whose errors move the numbers behind them, as `linked_path` does, in plain torch."""
     table, branches, count = _newest_lowest(bits), 2**bits, len(numbers)
     states, stems = len(table), len(table) // branches
     links = among.links * scales[:, None] / torch.where(scales > 0, scales, 1)

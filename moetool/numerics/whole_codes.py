@@ -9,7 +9,7 @@ On normal weights in groups of 128 that leaves an error of .361, .184, .095 at 2
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from moetool.numerics.error_feedback import Coded, Feedback, better_codes
 from moetool.numerics.groups import check_group, in_parts, weights_of
-from moetool.numerics.row_feedback import LEAST_ROWS, Among
+from moetool.numerics.output_codes import EachByItself
 
 WHOLE_BITS = (2, 3, 4, 8)
 
@@ -93,24 +93,16 @@ def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:
     return codes * scales.float().repeat_interleave(codes.shape[1] // scales.shape[1], 1)
 
 
-class WholeCodes:
+class WholeCodes(EachByItself):
     """A `Coder` of signed whole numbers times the scale of their group, as other engines read them (GPTQ, AWQ)."""
 
     noise: ClassVar[Mapping[int, float]] = {2: 0.130, 3: 0.034}
-    least_rows: ClassVar[int] = LEAST_ROWS
-    ahead: ClassVar[int] = 0
 
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         return [self._fed_back(part, feedback) for part in parts]
 
     def decoded(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
         return decode_whole(codes, scales)
-
-    def order(self, rows: int, bits: int) -> Tensor:
-        return torch.arange(rows)
-
-    def after(self, codes: Sequence[Tensor], among: Among) -> Self:
-        return self
 
     def _fed_back(self, part: Coded, feedback: Feedback) -> Tensor:
         codes = part.codes

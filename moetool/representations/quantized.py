@@ -103,7 +103,7 @@ class Quantized(Representation):
 
     @property
     def coder(self) -> Coder:
-        """How numbers are coded."""
+        """The `Coder` that chooses the codes of this form."""
         return LevelCodes()
 
     @property

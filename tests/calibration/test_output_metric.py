@@ -91,7 +91,7 @@ def test_always_positive_definite(slopes: dict[Role, Tensor], scale: float) -> N
 
 
 def test_an_expert_that_no_token_reached_has_the_metric_of_down_alone() -> None:
-    metric = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), None)
+    metric = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), lambda: None)
     assert metric.rows("up") is None
     assert metric.moved("up", {"gate": torch.ones(WIDTH, 2)}) is None
     assert metric.rows("down") is not None

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from coders import GROUP, started
 from torch import Tensor
 
 from moetool.numerics import trellis
 from moetool.numerics.error_feedback import Coded, Feedback
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs
-from moetool.numerics.quantization import quantize
 from moetool.numerics.scale_fitting import fitted_scales
-from moetool.numerics.whole_codes import WholeCodes, quantize_whole
+from moetool.numerics.whole_codes import WholeCodes
 
-ROWS, COLUMNS, GROUP = 48, 256, 16
+ROWS, COLUMNS = 48, 256
 # With what share of the errors that fitting alone leaves wider scales get by.
 CODERS: list[tuple[Coder, int, float]] = [
     (LevelCodes(), 1, 0.8),
@@ -43,12 +43,7 @@ def alike() -> Feedback:
 
 
 def part(coder: Coder, bits: int) -> Coded:
-    matrix = random(ROWS, COLUMNS, seed=4)
-    if isinstance(coder, LevelCodes):
-        return Coded(matrix, quantize(matrix, bits, GROUP, torch.float32)[1], bits)
-    if isinstance(coder, WholeCodes):
-        return Coded(matrix, quantize_whole(matrix, bits, GROUP, torch.float32)[1], bits)
-    return Coded(matrix, trellis.fitting_scales(matrix, bits, GROUP, torch.float32), bits)
+    return started(coder, bits, random(ROWS, COLUMNS, seed=4))
 
 
 def lost(own: Coded, codes: Tensor, scales: Tensor, coder: Coder, feedback: Feedback) -> float:

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from coders import started
 from torch import Tensor
 
 from moetool.numerics import row_feedback, trellis
-from moetool.numerics.error_feedback import Coded, Feedback
+from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs, coded_in_turn
-from moetool.numerics.quantization import quantize
 from moetool.numerics.row_feedback import RowFeedback, rows_together, upper_links
-from moetool.numerics.whole_codes import WholeCodes, quantize_whole
+from moetool.numerics.whole_codes import WholeCodes
 
-ROWS, COLUMNS, GROUP = 96, 64, 16
+ROWS, COLUMNS = 96, 64
 CODERS: list[tuple[Coder, int, float]] = [  # with the share of the loss that is left at most
     (LevelCodes(), 1, 0.6),
     (LevelCodes(), 2, 0.4),
@@ -55,19 +55,11 @@ def lost(errors: Tensor, outputs: Tensor, inputs: Tensor) -> float:
     return float(((outputs @ errors) * (errors @ inputs)).sum())
 
 
-def start(coder: Coder, bits: int, rows: Tensor) -> Coded:
-    if isinstance(coder, LevelCodes):
-        return Coded(rows, quantize(rows, bits, GROUP, torch.float32)[1], bits)
-    if isinstance(coder, WholeCodes):
-        return Coded(rows, quantize_whole(rows, bits, GROUP, torch.float32)[1], bits)
-    return Coded(rows, trellis.fitting_scales(rows, bits, GROUP, torch.float32), bits)
-
-
 def in_turn(coder: Coder, bits: int, matrix: Tensor, feedback: Feedback, outputs: Tensor) -> Tensor:
     """What a matrix has become, decoded as a whole."""
     order = coder.order(len(matrix), bits)
     rows = RowFeedback(Whole(outputs), order, matrix, torch.full((len(matrix),), coder.noise.get(bits, 0.0)))
-    codes, scales = coded_in_turn(len(matrix), lambda own: start(coder, bits, own), coder, feedback, rows)
+    codes, scales = coded_in_turn(len(matrix), lambda own: started(coder, bits, own), coder, feedback, rows)
     back = order.argsort()
     return coder.decoded(codes[back], scales[back], bits)
 
@@ -129,7 +121,7 @@ def test_less_is_lost_than_row_by_row(
     coder: Coder, bits: int, share: float, matrix: Tensor, outputs: Tensor, feedback: Feedback
 ) -> None:
     inputs = second_moment(COLUMNS, 30)
-    [(codes, scales)] = coded_for_outputs([start(coder, bits, matrix)], coder, feedback)
+    [(codes, scales)] = coded_for_outputs([started(coder, bits, matrix)], coder, feedback)
     alone = lost(matrix - coder.decoded(codes, scales, bits), outputs, inputs)
     together = lost(matrix - in_turn(coder, bits, matrix, feedback, outputs), outputs, inputs)
     assert together < share * alone
@@ -140,7 +132,7 @@ def test_rows_that_do_not_count_together_lose_as_much(
     coder: Coder, bits: int, share: float, matrix: Tensor, feedback: Feedback
 ) -> None:
     del share
-    [(codes, scales)] = coded_for_outputs([start(coder, bits, matrix)], coder, feedback)
+    [(codes, scales)] = coded_for_outputs([started(coder, bits, matrix)], coder, feedback)
     alone = feedback.output_errors(matrix - coder.decoded(codes, scales, bits)).sum()
     turned = feedback.output_errors(matrix - in_turn(coder, bits, matrix, feedback, torch.eye(ROWS))).sum()
     assert turned == pytest.approx(float(alone), rel=0.12)
@@ -155,7 +147,7 @@ def test_chunks_of_rows_go_on_one_path(
     whole = lost(matrix - in_turn(coder, bits, matrix, feedback, outputs), outputs, inputs)
     monkeypatch.setattr(row_feedback, "LINKED_ROWS", 40)
     cut = lost(matrix - in_turn(coder, bits, matrix, feedback, outputs), outputs, inputs)
-    [(codes, scales)] = coded_for_outputs([start(coder, bits, matrix)], coder, feedback)
+    [(codes, scales)] = coded_for_outputs([started(coder, bits, matrix)], coder, feedback)
     alone = lost(matrix - coder.decoded(codes, scales, bits), outputs, inputs)
     assert whole < alone
     assert cut < alone

@@ -124,8 +124,8 @@ class CodedLayers:
         }
         named = {path: names for path, names in named.items() if names}
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
-        outputs = metric_path(job.work, layer)
-        experts = grams_of_experts(source, layer, job.device, slopes=outputs.exists())
+        # Where types are chosen, gradients were taken, and rows are coded in turn.
+        experts = grams_of_experts(source, layer, job.device, slopes=self._ends is not None)
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
@@ -140,10 +140,9 @@ class CodedLayers:
     def _coded_experts(self, layer: int, grams: InputGramCollector) -> dict[str, Tensor]:
         reader, found = self._job.source.experts, defaultdict[str, list[Tensor]](list)
         assert reader is not None
-        path = metric_path(self._job.work, layer)
         metric = None
-        if path.exists():
-            moment = load_moment(path, self._job.device)
+        if grams.slopes is not None:
+            moment = load_moment(metric_path(self._job.work, layer), self._job.device)
             metric = LayerMetric(moment, grams, reader.shape, partial(reader.dense, layer))
         for roles in (reader.shape.entering, ("down",)):
             names = {role: name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors}
