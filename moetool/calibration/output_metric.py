@@ -68,10 +68,11 @@ class ExpertMetric:
             return self._down
         return None if self._entering is None else self._entering.rows(role)
 
-    def moved(self, role: Role, errors: Mapping[Role, Tensor]) -> Tensor | None:
-        """What the matrix of a role should be more by, for what the `errors` [out, in] of the roles before it do: [out,
-        in] fp32; `None` for nothing."""
-        return None if role == "down" or self._entering is None else self._entering.moved(role, errors)
+    def target(self, role: Role, matrix: Tensor, errors: Mapping[Role, Tensor]) -> Tensor:
+        """What the `matrix` [out, in] of a role should come near to, so that it makes good for the `errors` [out, in]
+        of the roles before it."""
+        more = None if role == "down" or self._entering is None else self._entering.moved(role, errors)
+        return matrix if more is None else matrix + more
 
 
 class OutputMetric:

@@ -12,18 +12,19 @@ struct Grid {
   const int32_t* starts;          // [rows], or none where all outputs share one table
   const uint8_t* nearest;         // [cells of all tables], or none for whole numbers
   const float* levels;
-  float zero, last;  // the cell of the number zero, and the last cell of a table
+  float first, last;  // the cell of the number zero, and the last cell of a table; or the lowest and highest whole number
 };
 
 template <bool WHOLE> void column(const Grid& g, const float* scales, const float* inverse, long row, long count,
                                   const float* moved, float* errors, uint8_t* codes, float* lost, float pivot) {
   for (long i = 0; i < count; i++) {
     const float own = moved[i] + errors[i];
-    float place = g.zero + own * inverse[i], value;
+    float place = own * inverse[i], value;
     if (WHOLE) {
-      value = std::min(std::max(std::rint(place), -127.f), 127.f);
-      codes[i] = (uint8_t)((int)value + 127);
+      value = std::min(std::max(std::rint(place), g.first), g.last);
+      codes[i] = (uint8_t)(value - g.first);
     } else {
+      place += g.first;
       place = place > 0.f ? place : 0.f;  // what is not a number, too
       const int cell = (int)std::min(place, g.last) + (g.starts ? g.starts[row + i] : 0);
       codes[i] = g.nearest[cell];
@@ -43,8 +44,8 @@ template <bool WHOLE> void column(const Grid& g, const float* scales, const floa
 extern "C" void moetool_round_to_levels(float* errors, float* moved, uint8_t* codes, float* lost, long columns, long rows,
                                   const float* links, long stride, const float* pivots, const int32_t* groups,
                                   const float* scales, const float* inverse, const int32_t* starts,
-                                  const uint8_t* nearest, const float* levels, float zero, float last, int threads) {
-  const Grid grid{scales, inverse, starts, nearest, levels, zero, last};
+                                  const uint8_t* nearest, const float* levels, float first, float last, int threads) {
+  const Grid grid{scales, inverse, starts, nearest, levels, first, last};
   const long tiles = (rows + TILE - 1) / TILE;
 #pragma omp parallel for schedule(static) num_threads(std::min<long>(threads, tiles))
   for (long tile = 0; tile < tiles; tile++) {

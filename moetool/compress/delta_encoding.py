@@ -4,6 +4,7 @@ Every layer is encoded once, into a file of the work directory, and copied from 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,23 +20,24 @@ from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, agreed, base_path
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
+from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.results import EncodedLayer, LayersResult
 from moetool.costs.building_blocks import moe_size
-from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.costs.phases import encoding_phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
-from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source, to_cpu
-from moetool.job.options import Options, RunOptions, TextOptions
+from moetool.job.options import Options, RunOptions
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, write_model
+from moetool.numerics.rotation import Rotation
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
@@ -209,27 +211,19 @@ def agreed_layouts(peers: Peers, layouts: Mapping[int, LayerLayout]) -> dict[int
     return {layer: LayerLayout.from_config(shapes[layer], config) for layer, config in said.items()}
 
 
-def encoding_memory(source: Source, options: RunOptions, text: TextOptions | None) -> LayerMemory:
-    """Estimate the memory in which deltas of one layer are encoded, with statistics of a text if one is given."""
-    reader = source.experts
-    measuring = [] if text is None else [Measuring.codes(reader.shape)]
-    return calibration_cost(source, options, text).layer_memory(reader, *measuring, gradients=False)
-
-
 def encoding_plan(
     stage: str,
     source: Source,
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
-    text: TextOptions | None = None,
-    at_once: int | None = None,
+    text: CodingText | None = None,
     **details: Json,
 ) -> Plan:
-    """Costs of encoding every delta into known forms, on a text if there is one and then with so many experts `at_once`
-    (default: all); sizes are exact."""
+    """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
     reader = source.experts
     output = OutputPlan(source, layouts, options.shard_size).nbytes
-    cost = calibration_cost(source, options, text)
+    cost = calibration_cost(source, options, None) if text is None else text.cost
+    at_once = None if text is None else text.experts_at_once
     bases = sum(
         layout.base[role].nbytes(layout.base_shape(role), reader.dtype)
         for layout in layouts.values()
@@ -237,16 +231,23 @@ def encoding_plan(
         if layout.weights[role] is not None
     )
     scratch = bases + encoded_bytes(reader, output, options.shard_size)
-    scratch += cost.forward_scratch(reader, at_once or reader.shape.experts)
+    memory = cost.layer_memory(reader)
     if text is not None:
-        details["experts_at_once"] = at_once = at_once or reader.shape.experts
+        scratch += text.scratch(reader)
+        memory, details["experts_at_once"] = text.memory, at_once
     return Plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,
         output_bytes=output,
         scratch_bytes=scratch,
-        memory_bytes=encoding_memory(source, options, text).nbytes(at_once),
-        phases=encoding_phases(cost if text else None, moe_size(reader, at_once), layouts, output),
+        memory_bytes=memory.nbytes(at_once),
+        phases=encoding_phases(
+            cost if text else None,
+            moe_size(reader, at_once),
+            layouts,
+            output,
+            in_turn=text is not None and text.in_turn,
+        ),
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
 
@@ -258,22 +259,21 @@ def run_encoding(
     load_base: LoadBase,
     statistics: Mapping[int, LayerStatistics],
     seed: int,
-    text: TextOptions | None = None,
-    at_once: int | None = None,
+    text: CodingText | None = None,
 ) -> LayersResult:
-    """Encode every layer, on the text if there is one with so many experts `at_once`, and write the result."""
+    """Encode every layer, on the text if there is one, and write the result."""
 
     reader = job.source.experts
-    calibrated = None if text is None else CalibratedJob(job, text, experts_at_once=at_once)
+    calibrated = None if text is None else text.opened(job)
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-        weights, grams = reader.weights(layer), None
-        if calibrated is not None:
-            grams = InputGramCollector(reader.shape, job.device, owned, calibrated.experts_at_once)
-            calibrated.sweep.forward(layer, module, [grams])
+        weights, grams, metric = reader.weights(layer), None, None
+        if text is not None and calibrated is not None:
+            grams = text.grams(calibrated, layer, module, owned)
             weights = calibrated.weights(layer, module)
+            metric = text.metric(calibrated, layer, grams, weights) if text.in_turn else None
         base = agreed(owned.peers, base_path(job.work, layer), load_base(layer, weights))
-        return _encoded(job, layer, layout, Deltas(weights, base, job.device), grams, owned)
+        return _encoded(job, layer, layout, Deltas(weights, base, job.device), grams, metric, owned)
 
     encoding = Encoding(job, layouts, encode, calibrated)
     facts = None if calibrated is None else calibrated.facts
@@ -300,37 +300,57 @@ def _errors_path(work: Path, layer: int) -> Path:
 
 
 def _encoded(
-    job: Job, layer: int, layout: LayerLayout, deltas: Deltas, grams: InputGramCollector | None, owned: Owned
+    job: Job,
+    layer: int,
+    layout: LayerLayout,
+    deltas: Deltas,
+    grams: InputGramCollector | None,
+    metric: LayerMetric | None,
+    owned: Owned,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of every delta that this process has, by name relative to the experts; the errors of all go into a
     file."""
-    reader = job.source.experts
-    roles = [role for role in reader.shape.roles if layout.weights[role] is not None]
+    reader, shape = job.source.experts, job.source.experts.shape
+    roles = [role for role in shape.roles if layout.weights[role] is not None]
     found = {role: torch.zeros(layout.stored_experts, 2, dtype=torch.float64) for role in roles}
-    routed, every = reader.shape.experts, range(layout.stored_experts)
+    routed, every = shape.experts, range(layout.stored_experts)
     # What the shared expert is given is not collected: its codes are the nearest ones.
     sets = [every] if grams is None else chain(grams.sets(), [every[routed:]])
-    for role, expert in ((role, expert) for experts in sets for role in roles for expert in experts):
-        if not owned.has(role, expert):
-            continue
-        representation = (layout.weights[role] or ())[expert]
-        target = deltas.target(role, expert, representation)
-        gram = grams.gram(expert, role) if grams is not None and expert < routed else None
-        if (rotation := layout.input_rotation(role)) is not None:
-            target, gram = rotation(target), None if gram is None else rotation.gram(gram)
-        factors = reader.factors(layer, expert, role)
-        basis = None if factors is None else factors[0].float().to(job.device)
-        encoded = representation.encode(target, reader.dtype, Measured(gram, basis=basis))
-        decoded = representation.decode(encoded, reader.shape.matrix(role), reader.dtype).to(job.device)
-        found[role][expert] = torch.stack(
-            [(target - decoded).double().square().sum(), target.double().square().sum()]
-        ).cpu()
-        for name, tensor in encoded.items():
-            yield delta_name(expert, role, name), to_cpu(tensor)
-    for errors in found.values():
-        owned.peers.all_reduce(errors)
+    for expert in chain.from_iterable(sets):
+        given = grams if expert < routed else None
+        own = metric.of(expert) if metric is not None and expert < routed else None
+        inputs, errors = dict[tuple[Role, ...], Measured](), dict[Role, Tensor]()
+        for role in roles:
+            if not owned.has(role, expert):
+                continue
+            form, rotation = (layout.weights[role] or ())[expert], layout.input_rotation(role)
+            if (group := shape.group(role)) not in inputs:
+                inputs[group] = _inputs(given, expert, role, rotation)
+            exact = deltas.target(role, expert, form)
+            exact = exact if rotation is None else rotation(exact)
+            factors = reader.factors(layer, expert, role)
+            basis = None if factors is None else factors[0].float().to(job.device)
+            measured, target = replace(inputs[group], basis=basis), exact
+            if own is not None:
+                measured, target = replace(measured, outputs=own.rows(role)), own.target(role, exact, errors)
+            encoded = form.encode(target, reader.dtype, measured)
+            errors[role] = exact - form.decode(encoded, shape.matrix(role), reader.dtype).to(job.device)
+            squares = [each.double().square().sum() for each in (errors[role], exact)]
+            found[role][expert] = torch.stack(squares).cpu()
+            for name, tensor in encoded.items():
+                yield delta_name(expert, role, name), to_cpu(tensor)
+    for squares_of_all in found.values():
+        owned.peers.all_reduce(squares_of_all)
     if owned.peers.is_first:
-        save_tensors(_errors_path(job.work, layer), {str(role): errors for role, errors in found.items()})
+        save_tensors(_errors_path(job.work, layer), {str(role): own for role, own in found.items()})
+
+
+def _inputs(grams: InputGramCollector | None, expert: int, role: Role, rotation: Rotation | None) -> Measured:
+    """What an expert's matrices of a role are given, if that was measured."""
+    if grams is None:
+        return Measured()
+    gram = grams.gram(expert, role)
+    return Measured(gram if rotation is None else rotation.gram(gram)).with_feedback()
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
@@ -341,8 +361,3 @@ def _errors(work: Path, layer: int) -> dict[Role, list[float]]:
         for role in ROLES
         if role in found
     }
-
-
-def with_text(options: TextOptions) -> TextOptions | None:
-    """Return the options themselves if `--calibration` names a text, else `None`."""
-    return options if options.calibration is not None else None

@@ -235,6 +235,12 @@ def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
     )
 
 
+def output_moments(cost: CalibrationCost, size: ModelSize) -> Work:
+    """The work of summing the second moments of the gradients at the output of every layer's experts, in fp64."""
+    tokens = cost.samples * cost.length * size.moe_layers
+    return Work(products={"float64": COEFFICIENTS.narrow * tokens * size.hidden**2 / 2})
+
+
 def merging(size: ModelSize) -> Work:
     """Work of merging the experts of every layer into one base, their weights being read once more."""
     return Work(moved=COEFFICIENTS.merge_bytes * size.expert_numbers) + weights_again(size)

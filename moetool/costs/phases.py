@@ -16,6 +16,7 @@ from moetool.costs.building_blocks import (
     head_gradients,
     input_grams,
     merging,
+    output_moments,
     router_moments,
     usage,
     weights_again,
@@ -49,12 +50,12 @@ Phases = tuple[Phase, ...]
 StoredForms = tuple[Mapping[Role, Sequence[Representation]], Mapping[Role, Representation]]
 
 
-def gradient_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
-    """The phases of a forward and a backward pass over the windows that gradients come from. Every √L-th layer boundary
-    is kept, those between are computed again on the way back, where bases are made."""
+def gradient_phases(cost: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
+    """The phases of a forward and a backward pass over the windows that gradients come from, on which so much is
+    `measured`. Every √L-th layer boundary is kept, those between are computed again on the way back."""
     kept = -(-size.layers // stretch(size.layers))
     forward = calibration_forward(cost, size, kept)
-    return Phase(FORWARD, forward), Phase(BACKWARD, forward + calibration_backward(cost, size) + fisher(cost, size))
+    return Phase(FORWARD, forward), Phase(BACKWARD, forward + calibration_backward(cost, size) + measured)
 
 
 def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
@@ -65,16 +66,16 @@ def gradient_cost(cost: CalibrationCost) -> CalibrationCost:
 def _back_with(few: CalibrationCost, size: ModelSize, measured: Work) -> Phases:
     """The phases of gradients, with another forward through each layer on the way back, in which deltas to its base are
     measured."""
-    forward, backward = gradient_phases(few, size)
     again = calibration_forward(few, size, measures=True) + weights_again(size)
-    return forward, Phase(BACKWARD, backward.work + again + measured)
+    return gradient_phases(few, size, fisher(few, size) + again + measured)
 
 
 def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> Phases:
     """The phases of a job that makes a base for every layer, weighted by gradients on a text if there is one."""
     if cost is None:
         return (Phase(WRITE, merging(size) + writing(size.nbytes, written, 0)),)
-    return gradient_phases(gradient_cost(cost), size)
+    few = gradient_cost(cost)
+    return gradient_phases(few, size, fisher(few, size))
 
 
 def factor_phases(
@@ -138,19 +139,30 @@ def menu_phases(
     running = calibration_forward(cost, size) + input_grams(cost, size) + (refined or Work()) * deltas
     write = writing(size.nbytes, written, size.tensors + 2 * len(shape.roles) * deltas)
     few = gradient_cost(cost)
+    measured += input_grams(few, size) + (output_moments(few, size) if in_turn else Work())
     last = Phase(ENCODE, running + chosen + weights_again(size) + write)
-    return *_back_with(few, size, input_grams(few, size) + measured), last
+    return *_back_with(few, size, measured), last
 
 
 def encoding_phases(
-    cost: CalibrationCost | None, size: ModelSize, layouts: Mapping[int, LayerLayout], written: int
+    cost: CalibrationCost | None,
+    size: ModelSize,
+    layouts: Mapping[int, LayerLayout],
+    written: int,
+    *,
+    in_turn: bool = False,
 ) -> Phases:
-    """The phases of a job that encodes deltas in known forms, on a text if there is one."""
+    """The phases of a job that encodes deltas in known forms, on a text if there is one, with rows `in_turn` if they
+    make good for each other's errors."""
     shape = size.moe
     stored = {(role, form.label): form for layout in layouts.values() for _, role, form in layout.deltas()}
     forms = Counter((role, form.label) for layout in layouts.values() for _, role, form in layout.deltas())
     fed_back = cost is not None
-    works = [stored[key].work(shape.matrix(key[0]), fed_back=fed_back) * count for key, count in forms.items()]
+    works = []
+    for key, count in forms.items():
+        form, matrix = stored[key], shape.matrix(key[0])
+        more = form.in_turn_work(matrix) if in_turn else Work()
+        works.append((form.work(matrix, fed_back=fed_back) + more) * count)
     bases = altogether(_bases(shape, layout.base) for layout in layouts.values())
     encoded = altogether(works) + bases
     if not all(layout.is_baseless for layout in layouts.values()):
@@ -158,7 +170,14 @@ def encoding_phases(
     if cost is not None:
         encoded += calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
     tensors = size.tensors + 2 * sum(forms.values())
-    return (Phase(ENCODE, encoded + writing(size.nbytes, written, tensors)),)
+    last = Phase(ENCODE, encoded + writing(size.nbytes, written, tensors))
+    return *(output_phases(cost, size) if cost is not None and in_turn else ()), last
+
+
+def output_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
+    """The phases of gradients that say how errors at the output of each layer's experts count together."""
+    few = gradient_cost(cost)
+    return gradient_phases(few, size, output_moments(few, size))
 
 
 def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:

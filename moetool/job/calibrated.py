@@ -16,6 +16,7 @@ from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.mixing import ONE_KIND
 from moetool.calibration.opening import Bos, opening_text
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.calibration.sweep import Sweep
 from moetool.calibration.windows import DrawnWindows, OwnText, check_tokens, drawn_windows, load_tokenizer
 from moetool.checkpoint.experts import Weights
@@ -253,6 +254,19 @@ class CalibratedJob:
                 self._finish(f"reverse/{index}", sweep, sweep.gradient(index + 1), sweep.hidden(index))
             job.progress.skip(len(again) * sweep.batch_count)  # an earlier run went back through their stretches
         job.meet()
+
+    def measure_outputs(self) -> None:
+        """Measure how errors at the output of each layer's experts count together, into `metric_path` of the work
+        directory."""
+        device, ranks = self.job.device, self.job.ranks
+
+        def visit(index: int, layer: nn.Module) -> None:
+            outputs = OutputGradients(self.gradient_sweep, device)
+            self.gradient_sweep.backward(index, layer, [outputs])
+            if ranks.is_first:
+                outputs.save(metric_path(self.job.work, index))
+
+        self.reverse(visit, 1)
 
     def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
         """Run one layer on the text that gradients are taken on, if that is not done."""

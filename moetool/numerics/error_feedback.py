@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from moetool.numerics.compiled_rounding import CompiledRounding
 from moetool.numerics.quantization import Lookup, dequantize, nearest_codes
 
 DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
@@ -207,7 +208,7 @@ def _choose(errors: Tensor, codes: Tensor, grid: Grid, groups: int, feedback: Fe
     moved = torch.zeros_like(errors)
     lost = errors.new_zeros(rows)
     links, shared = feedback.links, feedback.order // (columns // groups)
-    compiled = grid if isinstance(grid, Lookup) and grid.is_compiled else None
+    compiled = grid if isinstance(grid, CompiledRounding) and grid.is_compiled else None
     numbers, group_of, pivots = shared.int(), shared.tolist(), feedback.pivots.tolist()
 
     for first, middle, last in _halves(0, columns):

@@ -16,7 +16,6 @@ scale is rounded to its storage dtype first and the codes are chosen for the rou
 scales a second-order effect.
 """
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moetool.compiled import compiler
+from moetool.numerics.compiled_rounding import CompiledRounding
 from moetool.numerics.groups import ELEMENTS, check_group, in_parts, weights_of
 
 BITS = (1, 2, 3, 4, 8)
@@ -136,7 +135,7 @@ def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     return codes.add_(ratio.view(-1) > table.edges.index_select(0, cells)).view_as(ratio)
 
 
-class Lookup:
+class Lookup(CompiledRounding):
     """Levels nearest to numbers that share one row of scales, or next to these within a thousandth of a boundary."""
 
     def __init__(self, bits: Sequence[tuple[int, int]], scales: Tensor) -> None:
@@ -146,23 +145,23 @@ class Lookup:
         Raises:
             ValueError: 8 bits and others.
         """
-        self._whole, self._scales = bits[0][0] == 8, scales
+        self._whole = bits[0][0] == 8
         if len(bits) > 1 and any(own == 8 for own, _ in bits):
             raise ValueError("numbers of 8 bits are looked up by themselves")
         inverse = 1 / torch.where(scales > 0, scales, 1)
-        self._inverse = inverse if self._whole else inverse * _CELLS
+        if self._whole:
+            super().__init__(scales, inverse, -127, 127)
+        else:
+            super().__init__(scales, inverse * _CELLS, _RANGE * _CELLS, 2 * _RANGE * _CELLS - 1)
         self._value = torch.empty_like(scales[0])
         self._index = torch.empty_like(self._value, dtype=torch.int32)
-        self._offset = 0.0 if self._whole else float(_RANGE * _CELLS)
-        self._zero = torch.full_like(self._value, self._offset)
-        self._starts: Tensor | None = None
+        self._zero = torch.full_like(self._value, 0 if self._whole else _RANGE * _CELLS)
         if self._whole:
             return
         tables = [_table(own, scales.device) for own, _ in bits]
-        self._nearest, self._levels = tables[0].nearest, tables[0].levels
+        self._tables = tables[0].nearest, tables[0].levels
         if len(bits) > 1:
-            self._nearest = torch.cat([table.nearest for table in tables])
-            self._levels = torch.cat([table.levels for table in tables])
+            self._tables = torch.cat([own.nearest for own in tables]), torch.cat([own.levels for own in tables])
             starts = [start for place, (_, count) in enumerate(bits) for start in [place * 2 * _RANGE * _CELLS] * count]
             self._starts = torch.tensor(starts, dtype=torch.int32, device=scales.device)
 
@@ -172,50 +171,17 @@ class Lookup:
         The result is a buffer that the next call overwrites.
         """
         place = torch.addcmul(self._zero, values, self._inverse[group], out=self._value)
-        if self._whole:
+        if self._tables is None:
             place.round_().clamp_(-127, 127)
             codes.copy_(self._index.copy_(place).add_(127))
         else:
+            nearest, levels = self._tables
             index = self._index.copy_(place.clamp_(0, 2 * _RANGE * _CELLS - 1))
             if self._starts is not None:
                 index += self._starts
-            torch.index_select(self._nearest, 0, index, out=codes)
-            torch.index_select(self._levels, 0, index, out=place)
+            torch.index_select(nearest, 0, index, out=codes)
+            torch.index_select(levels, 0, index, out=place)
         return place.mul_(self._scales[group])
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `feed_back` serves here: on a processor for which the C++ could be compiled."""
-        return self._scales.device.type == "cpu" and not compiler.problem()
-
-    def feed_back(
-        self, errors: Tensor, moved: Tensor, codes: Tensor, lost: Tensor, links: Tensor, pivots: Tensor, groups: Tensor
-    ) -> None:
-        """Round the numbers of consecutive inputs in C++, each after what the errors of those before it add to it.
-
-        Args:
-            errors: [inputs, n] fp32, the numbers; their codes' values are subtracted.
-            moved: [inputs, n] fp32, what is added to them; errors of inputs of this block are added here.
-            codes: [inputs, n] uint8, written.
-            lost: [n] fp32, to which what every input loses is added.
-            links: [inputs, inputs] fp32, contiguous, upper triangular: how errors are passed on.
-            pivots: [inputs] fp32, how squared errors count.
-            groups: [inputs] int32, the rows of scales.
-        """
-        tables = [None, None] if self._whole else [self._nearest.data_ptr(), self._levels.data_ptr()]
-        compiler.library().moetool_round_to_levels(
-            *map(ctypes.c_void_p, (errors.data_ptr(), moved.data_ptr(), codes.data_ptr(), lost.data_ptr())),
-            *map(ctypes.c_long, errors.shape),
-            ctypes.c_void_p(links.data_ptr()),
-            ctypes.c_long(links.stride(0)),
-            *map(ctypes.c_void_p, (pivots.data_ptr(), groups.data_ptr())),
-            *map(ctypes.c_void_p, (self._scales.data_ptr(), self._inverse.data_ptr())),
-            ctypes.c_void_p(None if self._starts is None else self._starts.data_ptr()),
-            *map(ctypes.c_void_p, tables),
-            ctypes.c_float(self._offset),
-            ctypes.c_float(2 * _RANGE * _CELLS - 1),
-            ctypes.c_int(compiler.threads()),
-        )
 
 
 class _Table(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moetool.numerics.compiled_rounding import CompiledRounding
 from moetool.numerics.error_feedback import Coded, Feedback, better_codes
 from moetool.numerics.groups import check_group, in_parts, weights_of
 from moetool.numerics.output_codes import EachByItself
@@ -85,7 +86,10 @@ def feed_back_whole(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, fe
     values = matrix.detach().float()
     errors = values.T.contiguous()[feedback.order]
     nearest, whole = values - decode_whole(codes, scales), _Whole(scales.float().T.contiguous(), bits)
-    return better_codes(errors, nearest, codes, whole, scales.shape[1], feedback)
+    half = 2 ** (bits - 1)
+    from_zero = (codes.to(torch.int16) + half).to(torch.uint8)
+    found = better_codes(errors, nearest, from_zero, whole, scales.shape[1], feedback)
+    return (found.to(torch.int16) - half).to(torch.int8)
 
 
 def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:
@@ -112,17 +116,17 @@ class WholeCodes(EachByItself):
         return feed_back_whole(part.matrix, codes, part.scales, part.bits, feedback)
 
 
-class _Whole:
-    """Whole numbers times scales [groups, n] fp32."""
+class _Whole(CompiledRounding):
+    """Whole numbers times scales [groups, n] fp32; the lowest has the code 0."""
 
     def __init__(self, scales: Tensor, bits: int) -> None:
-        self._scales, self._inverse = scales, 1 / torch.where(scales != 0, scales, torch.inf)
-        self._low, self._high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        inverse, half = 1 / torch.where(scales != 0, scales, torch.inf), 2 ** (bits - 1)
+        super().__init__(scales, inverse, -half, half - 1)
         self._value = torch.empty_like(scales[0])
 
     def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        place = torch.mul(values, self._inverse[group], out=self._value).round_().clamp_(self._low, self._high)
-        codes.copy_(place)
+        place = torch.mul(values, self._inverse[group], out=self._value).round_().clamp_(self._first, self._last)
+        codes.copy_(place - self._first)
         return place.mul_(self._scales[group])
 
 

@@ -15,6 +15,7 @@ from moetool.bases.given import (
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
+from moetool.compress.coding_text import CodingText
 from moetool.compress.delta_encoding import (
     CodeOptions,
     ExtendedOptions,
@@ -22,18 +23,16 @@ from moetool.compress.delta_encoding import (
     SparsityOptions,
     base_representations,
     decomposed_layouts,
-    encoding_memory,
     encoding_plan,
     quantized,
     run_encoding,
     sparse,
-    with_text,
 )
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import KeepOptions, RunOptions, TextOptions
-from moetool.job.plan import Plan, experts_at_once
+from moetool.job.plan import Plan
 from moetool.job.stage import Effect, Stage, found_here
 
 BASE_GROUP = 128  # inputs that share a scale in a quantized base, where deltas have no groups
@@ -64,13 +63,10 @@ class _Ders(Stage[DersT]):
         """Inputs that share a scale in a quantized base."""
         return BASE_GROUP
 
-    def _text(self) -> TextOptions | None:
-        """The calibration options, if there is a text."""
+    @property
+    def _text(self) -> CodingText | None:
+        """The text, if codes are chosen on one."""
         return None
-
-    @cached_property
-    def _experts_at_once(self) -> int:
-        return experts_at_once(encoding_memory(self.source, self.options, self._text()), self.options)
 
     def _base(self) -> GivenBase:
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
@@ -91,8 +87,7 @@ class _Ders(Stage[DersT]):
 
     def plan(self) -> Plan:
         self._base()
-        text, at_once = self._text(), self._experts_at_once
-        return encoding_plan(self.name, self.source, self.options, self._layouts(), text, at_once)
+        return encoding_plan(self.name, self.source, self.options, self._layouts(), self._text)
 
     def run(self, job: Job) -> LayersResult:
         reader, given, options = self.source.experts, self._base(), self.options
@@ -103,8 +98,7 @@ class _Ders(Stage[DersT]):
             return in_few_bits(given.layer(layer, weights), options.base_bits, self._base_group())
 
         measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
-        text, at_once = self._text(), self._experts_at_once
-        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, text, at_once)
+        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text)
 
 
 class DersQuantize(_Ders[DersQuantizeOptions]):
@@ -121,8 +115,9 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
     def _base_group(self) -> int:
         return self.options.group_size
 
-    def _text(self) -> TextOptions | None:
-        return with_text(self.options)
+    @cached_property
+    def _text(self) -> CodingText | None:
+        return CodingText.of(self.source, self.options, self.options)
 
 
 class DersSparsify(_Ders[DersSparsifyOptions]):

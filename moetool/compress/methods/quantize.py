@@ -21,13 +21,12 @@ from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import Ratio
+from moetool.compress.coding_text import CodingText
 from moetool.compress.delta_encoding import (
     BaseBits,
-    encoding_memory,
     encoding_plan,
     refuse_compressed,
     run_encoding,
-    with_text,
 )
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, codes_form, rotation_seeds, without_base
@@ -35,8 +34,8 @@ from moetool.compress.mixing.stage import MixingStage
 from moetool.compress.results import LayersResult
 from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
-from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan, experts_at_once
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
 from moetool.representations import Representation
 
 Rounding = Literal["nearest", "error-feedback"]
@@ -104,7 +103,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         if self._is_mixed:
             return super().plan()
         refuse_compressed(source)
-        return encoding_plan(self.name, source, options, self._uniform(), self._text, self._experts_at_once)
+        return encoding_plan(self.name, source, options, self._uniform(), self._text)
 
     def run(self, job: Job) -> LayersResult:
         if self._is_mixed:
@@ -114,7 +113,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         def base(layer: int, weights: Weights) -> LayerBase:
             return no_base(reader.shape, reader.dtype)
 
-        return run_encoding(job, self.name, self._uniform(), base, {}, options.seed, self._text, self._experts_at_once)
+        return run_encoding(job, self.name, self._uniform(), base, {}, options.seed, self._text)
 
     @property
     def _is_mixed(self) -> bool:
@@ -156,16 +155,13 @@ class Quantize(MixingStage[QuantizeOptions]):
 
         return {layer: layout(layer) for layer in reader.moe_layers}
 
-    @property
-    def _text(self) -> TextOptions | None:
-        """The calibration options, if codes are chosen on a text."""
-        options = self.options
-        nearest = options.rounding == "nearest" or (options.bits or "").startswith(("nf", "int"))
-        return None if nearest else with_text(options)
-
     @cached_property
-    def _experts_at_once(self) -> int:
-        return experts_at_once(encoding_memory(self.source, self.options, self._text), self.options)
+    def _text(self) -> CodingText | None:
+        """The text, if codes are chosen on one."""
+        options = self.options
+        if options.rounding == "nearest" or (options.bits or "").startswith(("nf", "int")):
+            return None
+        return CodingText.of(self.source, options, options, in_turn=options.in_turn)
 
     # A budget, or codes that are refined: everything is measured.
 

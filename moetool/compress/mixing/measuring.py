@@ -170,12 +170,11 @@ def encoded(
                 continue
             form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
             rotation = layout.input_rotation(role)
-            exact = target = _rotated(deltas.target(role, expert, form), rotation)
+            exact = _rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
-                found[role] = form.encode(target, reader.dtype)
+                found[role] = form.encode(exact, reader.dtype)
                 continue
-            if metric is not None and (more := metric.moved(role, errors)) is not None:
-                target = target + more
+            target = exact if metric is None else metric.target(role, exact, errors)
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)

@@ -5,20 +5,19 @@ from typing import ClassVar
 
 from moetool.bases.layer_base import LayerBase, stored_base
 from moetool.checkpoint.experts import Weights
+from moetool.compress.coding_text import CodingText
 from moetool.compress.delta_encoding import (
     CodeOptions,
     encoded_layouts,
-    encoding_memory,
     encoding_plan,
     quantized,
     run_encoding,
-    with_text,
 )
 from moetool.compress.results import LayersResult
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import KeepOptions, RunOptions, TextOptions
-from moetool.job.plan import Plan, experts_at_once
+from moetool.job.plan import Plan
 from moetool.job.records import read_statistics
 from moetool.job.stage import Stage
 
@@ -42,12 +41,11 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     def plan(self) -> Plan:
         options = self.options
-        text, at_once = with_text(options), self._experts_at_once
-        return encoding_plan(self.name, self.source, options, self._layouts(), text, at_once, bits=options.bits)
+        return encoding_plan(self.name, self.source, options, self._layouts(), self._text, bits=options.bits)
 
     @cached_property
-    def _experts_at_once(self) -> int:
-        return experts_at_once(encoding_memory(self.source, self.options, with_text(self.options)), self.options)
+    def _text(self) -> CodingText | None:
+        return CodingText.of(self.source, self.options, self.options)
 
     def run(self, job: Job) -> LayersResult:
         reader, options = self.source.experts, self.options
@@ -56,5 +54,4 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
         def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
-        text, at_once = with_text(options), self._experts_at_once
-        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, text, at_once)
+        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, self._text)

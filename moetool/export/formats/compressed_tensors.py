@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
-from moetool.compress.delta_encoding import encoding_memory, with_text
+from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import Named, encoded_bytes
 from moetool.costs.building_blocks import (
     ModelSize,
@@ -28,7 +28,7 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.phases import ENCODE, Phase, rewriting_phases
+from moetool.costs.phases import ENCODE, Phase, output_phases, rewriting_phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.export.packing import PackedLayers, nearest_layer
 from moetool.format.compressed_tensors import (
@@ -40,10 +40,9 @@ from moetool.format.compressed_tensors import (
 )
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
-from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions, TextOptions
-from moetool.job.plan import Plan, calibration_cost, experts_at_once
+from moetool.job.plan import Plan
 from moetool.job.result import Details, Json, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
@@ -165,13 +164,9 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             found.append(f"experts whose width on a card {least} divides (here {width})")
         return found
 
-    @property
-    def _text(self) -> TextOptions | None:
-        return with_text(self.options)
-
     @cached_property
-    def _experts_at_once(self) -> int:
-        return experts_at_once(encoding_memory(self.source, self.options, self._text), self.options)
+    def _text(self) -> CodingText | None:
+        return CodingText.of(self.source, self.options, self.options)
 
     def plan(self) -> Plan:
         source, text, output = self.source, self._text, self._shards.nbytes
@@ -184,14 +179,12 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
             scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
         else:
-            cost = calibration_cost(source, options, text)
-            details["experts_at_once"] = at_once = self._experts_at_once
-            size = moe_size(reader, at_once)
-            memory = encoding_memory(source, options, text).nbytes(at_once)
-            scratch = encoded_bytes(reader, output, options.shard_size) + cost.forward_scratch(reader, at_once)
+            cost, details["experts_at_once"] = text.cost, text.experts_at_once
+            size, memory = moe_size(reader, text.experts_at_once), text.memory.nbytes(text.experts_at_once)
+            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(reader)
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
-            phases = (Phase(ENCODE, made),)
+            phases = (*output_phases(cost, size), Phase(ENCODE, made))
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
@@ -204,8 +197,10 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     def _coding(self, size: ModelSize) -> Work:
         shape, form = self.source.experts.shape, Quantized(self.options.bits, self.options.group_size)
-        fed_back = self._text is not None
-        return altogether(form.work(shape.matrix(role), fed_back=fed_back) for role in shape.roles) * size.experts
+        on_text, matrices = self._text is not None, [shape.matrix(role) for role in shape.roles]
+        works = [form.work(matrix, fed_back=on_text) for matrix in matrices]
+        works += [form.in_turn_work(matrix) for matrix in matrices if on_text]
+        return altogether(works) * size.experts
 
     def run(self, job: Job) -> Details:
         reader, plan, options = self.source.experts, self._shards, self.options
@@ -217,8 +212,8 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         packed: Callable[[int], Named] = partial(nearest_layer, job, bits=options.bits, group=options.group_size)
         making, facts = None, None
         if (text := self._text) is not None:
-            calibrated = CalibratedJob(job, text, experts_at_once=self._experts_at_once)
-            making = PackedLayers(job, calibrated, self._packed, options.bits, options.group_size)
+            calibrated = text.opened(job)
+            making = PackedLayers(job, text, calibrated, self._packed, options.bits, options.group_size)
             packed, facts = making.encoded, calibrated.facts
 
         def experts(layer: int) -> Named:

@@ -165,8 +165,7 @@ class CodedLayers:
         for (role, name), matrix in zip(names.items(), matrices, strict=True):
             check_finite(name, matrix)
             whole = matrix.to(self._job.device).float()
-            more = metric.moved(role, errors)
-            target = whole if more is None else whole + more
+            target = metric.target(role, whole, errors)
             blocks = block_codes(target, BLOCK_TYPES[self._tensors[name].type], inputs, metric.rows(role))
             errors[role] = whole - blocks.decoded().T
             found.append(blocks.tobytes())

@@ -1,0 +1,75 @@
+"""The text on which codes are chosen: its costs, its way through the model, and what it says of a layer's experts."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+
+from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.output_gradients import load_moment, metric_path
+from moetool.calibration.output_metric import LayerMetric
+from moetool.calibration.peers import Owned
+from moetool.checkpoint.experts import ExpertReader, Weights
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.layer_memory import LayerMemory, Measuring
+from moetool.job.calibrated import CalibratedJob
+from moetool.job.job import Job, Source
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.plan import calibration_cost, experts_at_once
+
+
+@dataclass(frozen=True)
+class CodingText:
+    """The text on which a job chooses codes, layer by layer.
+
+    Attributes:
+        options: which text it is.
+        in_turn: whether rows make good for each other's errors, which takes gradients first.
+        cost: of the text's way through the model.
+        memory: peak bytes, by parts.
+        experts_at_once: of a layer, in memory together.
+    """
+
+    options: TextOptions
+    in_turn: bool
+    cost: CalibrationCost
+    memory: LayerMemory
+    experts_at_once: int
+
+    @classmethod
+    def of(cls, source: Source, options: RunOptions, text: TextOptions, *, in_turn: bool = True) -> Self | None:
+        """Return the text of a job on this model; `None` if `--calibration` names none."""
+        if text.calibration is None:
+            return None
+        cost = calibration_cost(source, options, text, gradients=in_turn)
+        codes = Measuring.codes(source.experts.shape, in_turn=in_turn)
+        memory = cost.layer_memory(source.experts, codes, gradients=in_turn)
+        return cls(text, in_turn, cost, memory, experts_at_once(memory, options))
+
+    def scratch(self, reader: ExpertReader) -> int:
+        """Most bytes of the work directory that the text takes on its way."""
+        forward = self.cost.forward_scratch(reader, self.experts_at_once)
+        if not self.in_turn:
+            return forward
+        metrics = 4 * reader.shape.hidden**2 * len(reader.moe_layers)
+        return metrics + max(forward, self.cost.backward_scratch(reader, self.experts_at_once))
+
+    def opened(self, job: Job) -> CalibratedJob:
+        """Open the model with the text, and take gradients if rows are to be coded in turn."""
+        found = CalibratedJob(job, self.options, gradients=self.in_turn, experts_at_once=self.experts_at_once)
+        if self.in_turn:
+            found.measure_outputs()
+        return found
+
+    def grams(self, calibrated: CalibratedJob, layer: int, module: nn.Module, owned: Owned) -> InputGramCollector:
+        """Run the text through a loaded layer and measure what its experts are given."""
+        shape, device = calibrated.source.experts.shape, calibrated.job.device
+        grams = InputGramCollector(shape, device, owned, self.experts_at_once, slopes=self.in_turn)
+        calibrated.sweep.forward(layer, module, [grams])
+        return grams
+
+    def metric(self, calibrated: CalibratedJob, layer: int, grams: InputGramCollector, weights: Weights) -> LayerMetric:
+        """Read how errors in the matrices of a layer count together, if gradients were taken."""
+        job = calibrated.job
+        moment = load_moment(metric_path(job.work, layer), job.device)
+        return LayerMetric(moment, grams, calibrated.source.experts.shape, weights)
