@@ -7,7 +7,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import WHOLE
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, stretch, yarn_strengths
 from moetool.format.gguf.words import layer_of
 from moetool.runtime.building import check_sizes
 
@@ -130,7 +130,8 @@ def _check_rope(source: GgufSource) -> None:
         raise InvalidInputError(
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
-    known = {"default": True, "llama3": family.slows_rope, "dynamic": family.stretches_rope and "alpha" in rope}
+    known = {"default": True, "llama3": family.slows_rope, LONG_ROPE: family.has_long_rope}
+    known["dynamic"] = family.stretches_rope and "alpha" in rope
     if family.has_two_widths:  # llama.cpp wants to be told of every pair of channels
         known = {"proportional": True, **dict.fromkeys(("default", *ROPE_SCALINGS), False)}
     if family.is_latent:  # whose scores llama.cpp would multiply, too

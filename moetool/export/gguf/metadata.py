@@ -6,7 +6,7 @@ import torch
 
 from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch, yarn_strengths
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -126,6 +126,11 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     if source.family.axes:
         axes = list(rope.get("mrope_section") or source.family.axes)
         writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
+    if kind == LONG_ROPE:
+        writer.add_uint32(
+            f"{start}.rope.scaling.original_context_length", int(rope["original_max_position_embeddings"])
+        )
+        writer.add_float32(f"{start}.rope.scaling.attn_factor", long_rope_strength(source))
     if kind not in ROPE_SCALINGS:
         return
     factor = stretch(source)
@@ -163,7 +168,7 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
 def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
     config, family, start = source.config, source.family, source.family.architecture
     if source.experts is None:
-        writer.add_uint32(f"{start}.{WIDTH}", int(config.intermediate_size))
+        writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width)))
         return
     shape, moe = source.experts.shape, source.experts.architecture
     writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)

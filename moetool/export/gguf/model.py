@@ -21,7 +21,7 @@ from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import GgufFacts
 from moetool.export.gguf.file import GgufTensor, is_quantized, type_for
-from moetool.export.gguf.rope import ROPES_BY_PAIR, factors_by_pair
+from moetool.export.gguf.rope import LONG_ROPE, ROPES_BY_PAIR, factors_by_pair
 from moetool.format.families import architecture_of
 from moetool.format.gguf.blocks import NumberType
 from moetool.format.gguf.families import gguf_family
@@ -31,6 +31,7 @@ from moetool.format.gguf.words import (
     EXPERT_BIASES,
     EXPERTS,
     HEAD,
+    LONG_ROPE_FACTORS,
     ROPE_FACTORS,
     interleaved,
     layer_in_file,
@@ -108,6 +109,10 @@ class GgufSource(GgufFacts):
         if self.rope.get("rope_type") in ROPES_BY_PAIR:
             pairs = self.most_turned // 2
             found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (pairs,), "f32", partial(factors_by_pair, self))
+        if self.rope.get("rope_type") == LONG_ROPE:
+            for key, own in LONG_ROPE_FACTORS.items():
+                factors = torch.tensor(self.rope[key], dtype=torch.float32)
+                found[own] = GgufTensor(own, tuple(factors.shape), "f32", partial(iter, [factors]))
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: place(tensor.name))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.compressed import OF_COMPRESSED
+from moetool.format.gguf.dense import DENSE
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.indexed import OF_INDEXED
 from moetool.format.gguf.latent import OF_LATENT
@@ -16,7 +17,7 @@ from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
 from moetool.format.gguf.mixed import MIXED
 from moetool.format.gguf.recurrent import RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
-from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
+from moetool.format.gguf.softmax import OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
 from moetool.format.gguf.streams import OF_STREAMS
 
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (

@@ -132,6 +132,7 @@ class GgufFamily:
         is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
             transformers turns rows that are half a head apart.
         slows_rope: whether a file may say by how much each pair of channels turns slower (Llama 3's `rope_type`).
+        has_long_rope: whether a file may say so of short texts and of long ones (LongRoPE).
         stretches_rope: whether their base may be stretched for long texts (Hunyuan's `dynamic` with `alpha`).
         is_partial: whether they may turn a part of each head only.
         axes: how many pairs of a head's channels turn by time, height and width of a picture, if a config does not say;
@@ -202,6 +203,7 @@ class GgufFamily:
     has_states: bool = False
     is_interleaved: bool = False
     slows_rope: bool = False
+    has_long_rope: bool = False
     stretches_rope: bool = False
     is_partial: bool = False
     axes: tuple[int, ...] = ()

@@ -1,13 +1,13 @@
-"""Dense families, and those whose router weighs experts by a softmax, as llama.cpp computes them."""
+"""Families whose router weighs experts by a softmax, as llama.cpp computes them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moetool.format.gguf.dense import GRANITE_DENSE, MISTRAL
 from moetool.format.gguf.family import GgufFamily, head_norms, without_experts
 from moetool.format.gguf.routing import (
     ALL_BIASES,
-    GRANITE,
     IF_RENORMALIZED,
     INNER_BIASES,
     N_SHARED,
@@ -26,18 +26,7 @@ from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_IN_TWO
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
-_LLAMA = replace(_MISTRAL, model_type="llama", biases=ALL_BIASES)
-_GRANITE = replace(_LLAMA, model_type="granite", architecture="granite", multipliers=GRANITE)
-DENSE: tuple[GgufFamily, ...] = (
-    _LLAMA,
-    _MISTRAL,
-    GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
-    GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
-    _GRANITE,
-)
-
-_MIXTRAL = replace(_MISTRAL, model_type="mixtral", is_moe=True)
+_MIXTRAL = replace(MISTRAL, model_type="mixtral", is_moe=True)
 _QWEN2_MOE = GgufFamily(
     "qwen2_moe",
     "qwen2moe",
@@ -80,7 +69,7 @@ _QWEN3_VL_MOE = replace(
     has_deep_stack=True,
     is_read=False,
 )
-_GRANITE_MOE = replace(_GRANITE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
+_GRANITE_MOE = replace(GRANITE_DENSE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
 
 
 def _other_bases(config: "PreTrainedConfig") -> str | None:
