@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from around_families import AROUND
-from dense_families import build_dense
+from dense_families import MULTIPLIERS, build_dense
 from derived_families import DERIVED
 from families import build
 
@@ -415,6 +415,21 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "arcee": {},
     "ernie4_5": {"use_bias": False},
     "olmo": {},
+    "phi": {"partial_rotary_factor": 0.5},
+    "lfm2": {},
+    "gemma4_text-dense": {
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "global_head_dim": 16,
+        "sliding_window": 16,
+    },
+    "granitemoehybrid-dense": MULTIPLIERS,
+    "granitemoehybrid-attention": {
+        **MULTIPLIERS,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+    },
+    "qwen3_5_text": {"head_dim": 128},
 }
 
 

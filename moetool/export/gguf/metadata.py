@@ -69,7 +69,9 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     _describe_heads(writer, source)
     _describe_rope(writer, source)
     _describe_windows(writer, source)
-    _describe_experts(writer, source)
+    if family.attention_interval is not None:
+        writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
+    _describe_feed_forward(writer, source)
 
 
 def _describe_constants(writer: "GGUFWriter", source: GgufSource) -> None:
@@ -165,10 +167,11 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share or 1.0)))
 
 
-def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
+def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
     config, family, start = source.config, source.family, source.family.architecture
     if source.experts is None:
-        writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width)))
+        assert source.dense is not None
+        writer.add_uint32(f"{start}.{WIDTH}", source.dense.intermediate)
         return
     shape, moe = source.experts.shape, source.experts.architecture
     writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)
@@ -181,8 +184,6 @@ def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width, None) or shape.intermediate))
     if family.has_states:
         writer.add_array(f"{start}.{STATES}", [kind == LINEAR for kind in config.layer_types])
-    if family.attention_interval is not None:
-        writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
     if source.shared_intermediate:
         writer.add_uint32(f"{start}.{SHARED_WIDTH}", source.shared_intermediate)
     if family.leads_dense:

@@ -25,7 +25,14 @@ _NORM_BIASES = {
 _OUTPUT_NORM_BIAS = {"model.norm.bias": "output_norm.bias"}
 # Gate above up in one matrix, which llama.cpp keeps.
 _GATE_UP = {"mlp.gate_up_proj.weight": "ffn_up.weight", "mlp.down_proj.weight": "ffn_down.weight"}
-_UNGATED = {f"mlp.{role}_proj.{part}": f"ffn_{role}.{part}" for role in ("up", "down") for part in ("weight", "bias")}
+
+
+def _pair(module: str, own: str) -> dict[str, str]:
+    """Names of the weight and the bias of a module."""
+    return {f"{module}.{part}": f"{own}.{part}" for part in ("weight", "bias")}
+
+
+_UNGATED = {**_pair("mlp.up_proj", "ffn_up"), **_pair("mlp.down_proj", "ffn_down")}
 
 MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
 _LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES)
@@ -220,11 +227,7 @@ DENSE: tuple[GgufFamily, ...] = (
         biases=ALL_BIASES,
         names=_NORM_BIASES,
         outside=_OUTPUT_NORM_BIAS,
-        dense={
-            f"mlp.{module}.{part}": f"ffn_{role}.{part}"
-            for module, role in (("c_fc", "up"), ("c_proj", "down"))
-            for part in ("weight", "bias")
-        },
+        dense={**_pair("mlp.c_fc", "ffn_up"), **_pair("mlp.c_proj", "ffn_down")},
         multipliers={"norm_epsilon": _EPSILON},
         computes={"hidden_act": _TANH_GELU, "use_bias": (True,)},
     ),
@@ -307,6 +310,27 @@ DENSE: tuple[GgufFamily, ...] = (
         multipliers={"clip_qkv": "attention.clamp_kqv"},
         fixed={_EPSILON: 1e-5},
         computes=UNBIASED,
+    ),
+    GgufFamily(
+        "phi",
+        "phi2",
+        is_moe=False,
+        is_square=True,
+        is_partial=True,
+        needs_head=True,
+        biases=INNER_BIASES,
+        names={
+            "input_layernorm.bias": "attn_norm.bias",
+            **_pair("self_attn.dense", "attn_output"),
+        },
+        outside={
+            "model.norm.weight": "",
+            **_pair("model.final_layernorm", "output_norm"),
+            "lm_head.bias": "output.bias",
+        },
+        dense={**_pair("mlp.fc1", "ffn_up"), **_pair("mlp.fc2", "ffn_down")},
+        multipliers={"layer_norm_eps": _EPSILON},
+        computes={"hidden_act": _TANH_GELU, "qk_layernorm": (False,)},
     ),
     replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
 )

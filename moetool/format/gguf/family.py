@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Architecture, Role
@@ -107,6 +108,13 @@ def norms_plus_one(behind_attention: str) -> dict[str, Change]:
         **HEAD_NORMS,
     }
     return {name: plus_one(own) for name, own in names.items()}
+
+
+def gate_and_up(gate: str, up: str) -> Change:
+    """The change of a matrix with the rows of gate above those of up into two matrices of these names, and back."""
+    return Change(
+        (gate, up), lambda _, joined: joined.chunk(2), lambda _, parts: torch.cat([*parts]), keeps_inputs=True
+    )
 
 
 def nearest(name: str) -> Change:
