@@ -417,6 +417,11 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "phi": {"partial_rotary_factor": 0.5},
     "lfm2": {},
+    "nemotron_h-dense": {},
+    "iquestcoder": {},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "bloom": {},
     "gemma4_text-dense": {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,

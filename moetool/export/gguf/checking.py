@@ -70,7 +70,7 @@ def _check_layers(source: GgufSource, experts: ExpertReader) -> None:
 def _check_attention(source: GgufSource) -> None:
     config, family = source.config, source.family
     own, layers = family.architecture, range(1, source.layers + 1)
-    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
+    heads, groups = int(config.num_attention_heads), source.key_heads
     if family.is_square and heads * source.head_width != config.hidden_size:
         raise InvalidInputError(
             f"{heads} heads of {source.head_width} do not add up to the hidden size of {config.hidden_size}; "

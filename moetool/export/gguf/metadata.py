@@ -171,7 +171,11 @@ def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
     config, family, start = source.config, source.family, source.family.architecture
     if source.experts is None:
         assert source.dense is not None
-        writer.add_uint32(f"{start}.{WIDTH}", source.dense.intermediate)
+        if family.skips_experts:
+            own = [source.dense.intermediate * (layer in source.dense.ffn_layers) for layer in range(source.layers)]
+            writer.add_array(f"{start}.{WIDTH}", own)
+        else:
+            writer.add_uint32(f"{start}.{WIDTH}", source.dense.intermediate)
         return
     shape, moe = source.experts.shape, source.experts.architecture
     writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)

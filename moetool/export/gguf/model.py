@@ -41,7 +41,7 @@ from moetool.format.gguf.words import (
 from moetool.format.kinds import custom_module
 from moetool.runtime.dense import DenseModel
 
-_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|slope_rate|(query|key|diagonal)_decay)$")
+_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|slope_rate|(query|key|diagonal)_decay)$")
 _FURTHER = re.compile(r"((language_)?model\.)*mtp[._]")  # layers that predict further tokens
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 
@@ -61,7 +61,8 @@ class GgufSource(GgufFacts):
         text = model_config(config, checkpoint.path).get_text_config()
         family = gguf_family(Settings({**checkpoint.settings, "model_type": text.model_type}))
         if not family.is_moe:
-            return cls(checkpoint, family, DenseModel(checkpoint), None)
+            dense = DenseModel(checkpoint)
+            return cls(dense.checkpoint, family, dense, None)
         checkpoint = decoded(checkpoint)
         return cls(checkpoint, family, None, ExpertReader(checkpoint, architecture_of(config)))
 

@@ -5,10 +5,14 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import Change, GgufFamily, head_norms, norms_plus_one, nothing, plus_one
+from torch import Tensor
+
+from moetool.format.gguf.family import Change, Config, GgufFamily, changed, head_norms, norms_plus_one, nothing, plus_one, whole_numbers
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
+from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -177,12 +181,84 @@ _GLM4 = GgufFamily(
     dense=_GATE_UP,
     cutting="glm4",
 )
+
+
+def _by_kind(heads: str, config: Config, rows: Tensor) -> Tensor:
+    """Rows of each head's queries, keys and values as all queries, all keys and all values; `heads` is an entry."""
+    return rows.unflatten(0, (*whole_numbers(config, heads), 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _by_head(heads: str, config: Config, rows: Tensor) -> Tensor:
+    """Undo `_by_kind`."""
+    return rows.unflatten(0, (3, *whole_numbers(config, heads), -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _rearranged(module: str, heads: str) -> dict[str, Change]:
+    """The changes of a module that makes each head's queries, keys and values."""
+    weight, bias = (
+        changed(f"attn_qkv.{part}", partial(_by_kind, heads), partial(_by_head, heads)) for part in ("weight", "bias")
+    )
+    return {f"{module}.weight": replace(weight, keeps_inputs=True), f"{module}.bias": bias}
+
+
+def _rounded_gelu(config: "PreTrainedConfig") -> str | None:
+    if config.hidden_act != "gelu":
+        return None
+    return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
+
+
+_NEOX_LAYER = {
+    **_pair("input_layernorm", "attn_norm"),
+    **_pair("post_attention_layernorm", "ffn_norm"),
+}
+_FOUR_TIMES = {**_pair("mlp.dense_h_to_4h", "ffn_up"), **_pair("mlp.dense_4h_to_h", "ffn_down")}
+_OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight")
+_GPT_NEOX = GgufFamily(
+    "gpt_neox",
+    "gptneox",
+    is_moe=False,
+    is_partial=True,
+    needs_head=True,
+    layer="gpt_neox.layers.{layer}",
+    names={**_NEOX_LAYER, **_pair("attention.dense", "attn_output")},
+    outside={
+        **dict.fromkeys((*_OUTSIDE, "lm_head.weight"), ""),
+        "gpt_neox.embed_in.weight": EMBEDDINGS,
+        **_pair("gpt_neox.final_layer_norm", "output_norm"),
+        "embed_out.weight": HEAD,
+    },
+    dense=_FOUR_TIMES,
+    changes=_rearranged("attention.query_key_value", "num_attention_heads"),
+    multipliers={"layer_norm_eps": _EPSILON},
+    flags={"use_parallel_residual": "use_parallel_residual"},
+    computes={"hidden_act": ("gelu", *_TANH_GELU), "attention_bias": (True,)},
+    remark=_rounded_gelu,
+)
+_BLOOM = GgufFamily(
+    "bloom",
+    "bloom",
+    is_moe=False,
+    layer="transformer.h.{layer}",
+    names={**_NEOX_LAYER, **_pair("self_attention.dense", "attn_output")},
+    outside={
+        **dict.fromkeys(_OUTSIDE, ""),
+        "transformer.word_embeddings.weight": EMBEDDINGS,
+        **_pair("transformer.word_embeddings_layernorm", "token_embd_norm"),
+        **_pair("transformer.ln_f", "output_norm"),
+    },
+    dense=_FOUR_TIMES,
+    changes=_rearranged("self_attention.query_key_value", "n_head"),
+    multipliers={"layer_norm_epsilon": _EPSILON},
+    derived={"context_length": lambda config: int(getattr(config, "seq_length", 2048))},
+    computes={"apply_residual_connection_post_layernorm": (False,)},
+)
 DENSE: tuple[GgufFamily, ...] = (
     _LLAMA,
     MISTRAL,
     GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
     GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
     GRANITE_DENSE,
+    replace(_LLAMA, model_type="iquestcoder", is_read=False),
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
@@ -333,4 +409,6 @@ DENSE: tuple[GgufFamily, ...] = (
         computes={"hidden_act": _TANH_GELU, "qk_layernorm": (False,)},
     ),
     replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
+    _GPT_NEOX,
+    _BLOOM,
 )

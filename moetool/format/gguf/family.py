@@ -173,6 +173,7 @@ class GgufFamily:
         is_indexed: whether a file says layer by layer which have an indexer: those that attend to all of a text.
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         doubles_turned: whether a file says twice how many channels they turn in layers that attend to all of a text.
+        layer: prefix of a layer of a dense model.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
         of_kinds: further ones of layers of a kind (`layer_types`), where those of another have something else there.
         outside: tensors outside of layers, likewise.
@@ -241,6 +242,7 @@ class GgufFamily:
     is_indexed: bool = False
     turns_shares: bool = False
     doubles_turned: bool = False
+    layer: str = _LAYERS
     names: Mapping[str, str] = field(default_factory=dict)
     of_kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -277,7 +279,7 @@ class GgufFamily:
             moe: its architecture, if it has experts.
             kinds: of its layers, where these have names of their own (`of_kinds`).
         """
-        mixing, prefix = (range(layers), _LAYERS) if moe is None else (moe.moe_layers, moe.layer)
+        mixing, prefix = (range(layers), self.layer) if moe is None else (moe.moe_layers, moe.layer)
         outside = {**_OUTSIDE, **self.outside}
         found = {under(moe, name): own for name, own in outside.items() if own and name not in self.changes}
         for layer in range(layers):
@@ -289,7 +291,7 @@ class GgufFamily:
 
     def changed(self, layers: Collection[int], moe: Architecture | None) -> dict[str, tuple[Change, tuple[str, ...]]]:
         """The changes of tensors outside and in these layers by the checkpoint's names, with the file's names."""
-        prefix, found = _LAYERS if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
+        prefix, found = self.layer if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
         for name, change in self.changes.items():
             if name.startswith(_ROOT):
                 found[under(moe, name)] = change, change.names

@@ -365,6 +365,22 @@ _NEMOTRON_H = GgufFamily(
         "mlp_bias": (False,),
     },
 )
+_NEMOTRON_H_DENSE = replace(
+    _NEMOTRON_H,
+    architecture="nemotron_h",
+    is_moe=False,
+    layer="backbone.layers.{layer}",
+    outside={
+        **dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight"), ""),
+        "backbone.embeddings.weight": "token_embd.weight",
+        "backbone.norm_f.weight": "output_norm.weight",
+    },
+    dense={f"mixer.{role}_proj.weight": f"ffn_{role}.weight" for role in ("up", "down")},
+    counts={key: own for key, own in _NEMOTRON_H.counts.items() if key not in N_SHARED},
+    multipliers={"layer_norm_epsilon": "attention.layer_norm_epsilon"},
+    flags={},
+    fixed={},
+)
 _BY_NUMBER = ((1, "gate"), (2, "down"), (3, "up"))
 _LFM2_MOE = GgufFamily(
     "lfm2_moe",
@@ -411,4 +427,5 @@ RECURRENT: tuple[GgufFamily, ...] = (
     _GRANITE_HYBRID_DENSE,
     _JAMBA,
     _NEMOTRON_H,
+    _NEMOTRON_H_DENSE,
 )
