@@ -415,7 +415,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "arcee": {},
     "ernie4_5": {"use_bias": False},
     "olmo": {},
-    "phi": {"partial_rotary_factor": 0.5},
+    "phi-partial": {"partial_rotary_factor": 0.5},
     "lfm2": {},
     "nemotron_h-dense": {},
     "iquestcoder": {},

@@ -26,6 +26,7 @@ gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install m
 Made = Callable[[str], Path]
 TURNED = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LONG_ROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
 MODELS = (*GGUF_MODELS, *DENSE_GGUF_MODELS)
 STRUCTURES = (
@@ -40,7 +41,13 @@ STRUCTURES = (
     "gemma3",
     "phi3-partial",
 )
-_IN_A_TABLE = ("gemma", "starcoder2")  # llama.cpp looks their GELU up in a table of 16 bits
+_IN_A_TABLE = (
+    "gemma",
+    "starcoder2",
+    "phi-",
+    "gpt_neox",
+    "bloom",
+)  # llama.cpp looks their GELU up in a table of 16 bits
 
 
 @pytest.fixture(scope="session")
@@ -300,6 +307,28 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
             },
             "another base",
         ),
+        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
+        ("gemma2", {"layer_types": [WHOLE] * 4}, "wants windows"),
+        ("gemma2-largest", {"query_pre_attn_scalar": 16}, "√8"),
+        ("gemma3-stretched", {"rope_parameters": {WHOLE: YARN, WINDOW: TURNED}}, "'yarn'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("smollm3", {"no_rope_layers": [1] * 5}, "no_rope_layers"),
+        ("smollm3", {"mlp_bias": True}, "no place"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("cohere2", {"layer_types": [WHOLE] * 3}, "wants windows"),
+        ("exaone4", {"sliding_window": 8}, "64 layers"),
+        ("exaone4-largest", {"sliding_window": None}, "64 layers"),
+        ("ministral3", {"rope_parameters": {**TURNED, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ("olmo2", {"rope_parameters": LONG_ROPE}, "longrope"),
+        ("olmo3", {"rope_parameters": {WHOLE: TURNED, WINDOW: {**TURNED, "rope_theta": 5e3}}}, "another base"),
+        ("starcoder2", {"use_bias": False}, "use_bias"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias"),
+        ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+        ("granitemoehybrid-attention", {"position_embedding_type": None}, "position_embedding_type"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -523,6 +552,13 @@ def test_names_of_hy_v4_are_the_hubs_or_those_of_transformers(run_cli: Any, mode
     saved, out = (gguf.GGUFReader(tmp_path / name / "model.gguf").tensors for name in ("saved", "out"))
     assert [tensor.name for tensor in saved] == [tensor.name for tensor in out]
     assert all((one.data == other.data).all() for one, other in zip(saved, out, strict=True))
+
+
+def test_what_llama_cpp_takes_for_another_in_long_texts_is_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    long = export(run_cli, model("phi3-long"), tmp_path / "long")
+    assert "a context of more than 32 tokens" in long.stderr
+    assert "by tanh" in export(run_cli, model("gpt_neox"), tmp_path / "gelu").stderr
+    assert "by tanh" not in export(run_cli, model("gpt_neox-sequential"), tmp_path / "other").stderr
 
 
 def test_more_tokens_than_pointed_out_are_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class GgufFacts:
         return self._name_of(HEAD)
 
     def _name_of(self, own: str) -> str:
-        """The checkpoint's name of what has this name in the file: of several that it may have, the one that is there."""
+        """The checkpoint's name of a tensor of the file: of several that it may have, the one that is there."""
         names = [name for name, there in self.names_in_file.items() if there == own]
         return next((name for name in names if name in self.checkpoint.tensors), names[0])
 

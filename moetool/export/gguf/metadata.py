@@ -172,8 +172,9 @@ def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
     if source.experts is None:
         assert source.dense is not None
         if family.skips_experts:
-            own = [source.dense.intermediate * (layer in source.dense.ffn_layers) for layer in range(source.layers)]
-            writer.add_array(f"{start}.{WIDTH}", own)
+            held = source.dense.ffn_layers
+            widths = [source.dense.intermediate if layer in held else 0 for layer in range(source.layers)]
+            writer.add_array(f"{start}.{WIDTH}", widths)
         else:
             writer.add_uint32(f"{start}.{WIDTH}", source.dense.intermediate)
         return

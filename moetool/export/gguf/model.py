@@ -41,7 +41,9 @@ from moetool.format.gguf.words import (
 from moetool.format.kinds import custom_module
 from moetool.runtime.dense import DenseModel
 
-_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|slope_rate|(query|key|diagonal)_decay)$")
+_COMPUTED = re.compile(
+    r"\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|slope_rate|(query|key|diagonal)_decay)$"
+)
 _FURTHER = re.compile(r"((language_)?model\.)*mtp[._]")  # layers that predict further tokens
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, changed, head_norms, norms_plus_one, nothing, plus_one, whole_numbers
+from moetool.format.gguf.family import (
+    Change,
+    Config,
+    GgufFamily,
+    changed,
+    head_norms,
+    norms_plus_one,
+    nothing,
+    plus_one,
+    whole_numbers,
+)
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 
 _EPSILON = "attention.layer_norm_epsilon"
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the same function, which llama.cpp calls GELU
+_GELU = (*_TANH_GELU, "gelu")
 _SQUARED = ("relu2",)
 _TIED: Mapping[str, tuple[object, ...]] = {"tie_word_embeddings": (True,)}
 _POST_NORMS = {**POST_ATTENTION, "post_feedforward_layernorm.weight": "post_ffw_norm.weight"}
@@ -71,6 +82,12 @@ def _other_gemma3(config: "PreTrainedConfig") -> str | None:
     return _other_gemma(62)(config)
 
 
+def _rounded_gelu(config: "PreTrainedConfig") -> str | None:
+    if config.hidden_act != "gelu":
+        return None
+    return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
+
+
 def _gemma_norms(*further: tuple[str, str]) -> dict[str, Change]:
     """The changes of a Gemma's norms, with those of further ones before or behind a feed-forward network."""
     before = "post_attention_norm.weight" if further else "ffn_norm.weight"
@@ -83,7 +100,8 @@ _GEMMA = GgufFamily(
     "gemma",
     is_moe=False,
     changes=_gemma_norms(),
-    computes={"hidden_act": _TANH_GELU, **_TIED, **UNBIASED},
+    computes={"hidden_act": _GELU, "use_bidirectional_attention": (False, None), **_TIED, **UNBIASED},
+    remark=_rounded_gelu,
 )
 _GEMMA2 = replace(
     _GEMMA,
@@ -96,14 +114,9 @@ _GEMMA2 = replace(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    computes={
-        "hidden_activation": _TANH_GELU,
-        "hidden_act": _TANH_GELU,
-        "use_bidirectional_attention": (False, None),
-        **_TIED,
-        **UNBIASED,
-    },
+    computes={**_GEMMA.computes, "hidden_activation": _TANH_GELU},
     objection=_other_gemma2,
+    remark=nothing,
 )
 _GEMMA3 = replace(
     _GEMMA2,
@@ -201,12 +214,6 @@ def _rearranged(module: str, heads: str) -> dict[str, Change]:
     return {f"{module}.weight": replace(weight, keeps_inputs=True), f"{module}.bias": bias}
 
 
-def _rounded_gelu(config: "PreTrainedConfig") -> str | None:
-    if config.hidden_act != "gelu":
-        return None
-    return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
-
-
 _NEOX_LAYER = {
     **_pair("input_layernorm", "attn_norm"),
     **_pair("post_attention_layernorm", "ffn_norm"),
@@ -231,7 +238,7 @@ _GPT_NEOX = GgufFamily(
     changes=_rearranged("attention.query_key_value", "num_attention_heads"),
     multipliers={"layer_norm_eps": _EPSILON},
     flags={"use_parallel_residual": "use_parallel_residual"},
-    computes={"hidden_act": ("gelu", *_TANH_GELU), "attention_bias": (True,)},
+    computes={"hidden_act": _GELU, "attention_bias": (True,)},
     remark=_rounded_gelu,
 )
 _BLOOM = GgufFamily(
