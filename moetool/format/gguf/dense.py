@@ -19,6 +19,7 @@ from moetool.format.gguf.family import (
     norms_plus_one,
     nothing,
     plus_one,
+    transposed,
     whole_numbers,
 )
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
@@ -218,6 +219,7 @@ _NEOX_LAYER = {
     **_pair("input_layernorm", "attn_norm"),
     **_pair("post_attention_layernorm", "ffn_norm"),
 }
+_FULLY_CONNECTED = {**_pair("mlp.c_fc", "ffn_up"), **_pair("mlp.c_proj", "ffn_down")}
 _FOUR_TIMES = {**_pair("mlp.dense_h_to_4h", "ffn_up"), **_pair("mlp.dense_4h_to_h", "ffn_down")}
 _OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight")
 _GPT_NEOX = GgufFamily(
@@ -258,6 +260,44 @@ _BLOOM = GgufFamily(
     multipliers={"layer_norm_epsilon": _EPSILON},
     derived={"context_length": lambda config: int(getattr(config, "seq_length", 2048))},
     computes={"apply_residual_connection_post_layernorm": (False,)},
+)
+_GPT_LAYER = {
+    **_pair("ln_1", "attn_norm"),
+    **_pair("ln_2", "ffn_norm"),
+    **_pair("attn.c_attn", "attn_qkv"),
+    **_pair("attn.c_proj", "attn_output"),
+}
+_GPT_BIGCODE = GgufFamily(
+    "gpt_bigcode",
+    "starcoder",
+    is_moe=False,
+    layer="transformer.h.{layer}",
+    names=_GPT_LAYER,
+    outside={
+        **dict.fromkeys(_OUTSIDE, ""),
+        "transformer.wte.weight": EMBEDDINGS,
+        "transformer.wpe.weight": "position_embd.weight",
+        **_pair("transformer.ln_f", "output_norm"),
+    },
+    dense=_FULLY_CONNECTED,
+    multipliers={"layer_norm_epsilon": _EPSILON},
+    computes={"activation_function": _TANH_GELU, "scale_attn_weights": (True,), "multi_query": (True,)},
+)
+_GPT2 = replace(
+    _GPT_BIGCODE,
+    model_type="gpt2",
+    architecture="gpt2",
+    changes={
+        name: transposed(own)
+        for name, own in {**_GPT_LAYER, **_FULLY_CONNECTED}.items()
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    },
+    computes={
+        "activation_function": _TANH_GELU,
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
 )
 DENSE: tuple[GgufFamily, ...] = (
     _LLAMA,
@@ -310,7 +350,7 @@ DENSE: tuple[GgufFamily, ...] = (
         biases=ALL_BIASES,
         names=_NORM_BIASES,
         outside=_OUTPUT_NORM_BIAS,
-        dense={**_pair("mlp.c_fc", "ffn_up"), **_pair("mlp.c_proj", "ffn_down")},
+        dense=_FULLY_CONNECTED,
         multipliers={"norm_epsilon": _EPSILON},
         computes={"hidden_act": _TANH_GELU, "use_bias": (True,)},
     ),
@@ -418,4 +458,6 @@ DENSE: tuple[GgufFamily, ...] = (
     replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
     _GPT_NEOX,
     _BLOOM,
+    _GPT_BIGCODE,
+    _GPT2,
 )

@@ -4,7 +4,7 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,12 +81,14 @@ class Change:
         apart: makes these of the checkpoint's tensor, given the model's config.
         together: makes the checkpoint's tensor of these.
         keeps_inputs: whether only rows lie otherwise, so that `apart` also takes numbers `[rows]`.
+        is_transposed: whether the checkpoint has the file's matrix as `[in, out]`, with rows in the same order.
     """
 
     names: tuple[str, ...]
     apart: Callable[[Config, Tensor], Sequence[Tensor]]
     together: Callable[[Config, Sequence[Tensor]], Tensor]
     keeps_inputs: bool = False
+    is_transposed: bool = False
 
 
 def changed(name: str, there: Recast, back: Recast) -> Change:
@@ -108,6 +110,13 @@ def norms_plus_one(behind_attention: str) -> dict[str, Change]:
         **HEAD_NORMS,
     }
     return {name: plus_one(own) for name, own in names.items()}
+
+
+def transposed(name: str) -> Change:
+    """The change of a matrix `[in, out]`, as GPT-2 has them."""
+    return replace(
+        changed(name, lambda _, given: given.t(), lambda _, given: given.t()), keeps_inputs=True, is_transposed=True
+    )
 
 
 def gate_and_up(gate: str, up: str) -> Change:

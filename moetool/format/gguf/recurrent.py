@@ -426,6 +426,7 @@ RECURRENT: tuple[GgufFamily, ...] = (
     _GRANITE_HYBRID,
     _GRANITE_HYBRID_DENSE,
     _JAMBA,
+    replace(_JAMBA, is_moe=False),
     _NEMOTRON_H,
     _NEMOTRON_H_DENSE,
 )

@@ -166,6 +166,20 @@ _GEMMA4 = GgufFamily(
     },
     pieces="gemma4",
 )
+_GRANITE_MOE_SWA = replace(
+    _GRANITE_MOE,
+    model_type="granitemoe_swa",
+    architecture="granite_swa",
+    is_read=False,
+    has_shared=True,
+    shared=SHARED_IN_TWO,
+    shared_width="shared_intermediate_size",
+    names={"self_attn.sinks": "attn_sinks.weight"},
+    window_period=0,
+    needs_windows=True,
+    turns_by_layer=True,
+    objection=_other_bases,
+)
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
     _MIXTRAL,
     _QWEN2_MOE,
@@ -186,20 +200,8 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
     ),
     _GRANITE_MOE,
     replace(_GRANITE_MOE, model_type="granitemoeshared", has_shared=True, shared_width="shared_intermediate_size"),
-    replace(
-        _GRANITE_MOE,
-        model_type="granitemoe_swa",
-        architecture="granite_swa",
-        is_read=False,
-        has_shared=True,
-        shared=SHARED_IN_TWO,
-        shared_width="shared_intermediate_size",
-        names={"self_attn.sinks": "attn_sinks.weight"},
-        window_period=0,
-        needs_windows=True,
-        turns_by_layer=True,
-        objection=_other_bases,
-    ),
+    _GRANITE_MOE_SWA,
+    replace(_GRANITE_MOE_SWA, model_type="granite_swa", is_moe=False, has_shared=False, shared_width=None),
     GgufFamily(
         "ernie4_5_moe",
         "ernie4_5-moe",
