@@ -417,6 +417,8 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "phi-partial": {"partial_rotary_factor": 0.5},
     "lfm2": {},
+    "falcon": {},
+    "falcon-groups": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt2": {},
     "gpt_bigcode": {},
     "granite_swa": {**MULTIPLIERS, "sliding_window": 16, "layer_rope_theta": [0.0, 2e4, 2e4]},

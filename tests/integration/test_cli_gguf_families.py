@@ -29,6 +29,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
 LONG_ROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
 MODELS = (*GGUF_MODELS, *DENSE_GGUF_MODELS)
+DENSE_STRUCTURES = ("gemma3", "phi3-partial", "gpt2")
 STRUCTURES = (
     "deepseek_v3",
     "gpt_oss",
@@ -38,16 +39,10 @@ STRUCTURES = (
     "granitemoehybrid",
     "nemotron_h",
     "llama4",
-    "gemma3",
-    "phi3-partial",
+    *DENSE_STRUCTURES,
 )
-_IN_A_TABLE = (
-    "gemma",
-    "starcoder2",
-    "phi-",
-    "gpt_neox",
-    "bloom",
-)  # llama.cpp looks their GELU up in a table of 16 bits
+# llama.cpp looks their GELU up in a table of 16 bits.
+_IN_A_TABLE = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon")
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +52,7 @@ def model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Temp
 
     def make(name: str, **changes: Any) -> Path:
         if changes or name not in made:
-            path = tmp_path_factory.mktemp("gguf") / name
+            path = tmp_path_factory.mktemp("gguf") / "model"  # of one that is called Phi-3 llama.cpp wants its tokens
             gguf_model(name, **changes).save_pretrained(path)
             tiny_tokenizer.save_pretrained(path)
             if changes:
@@ -114,7 +109,7 @@ def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*GGUF_MODELS, *sampled(DENSE_GGUF_MODELS, DENSE_STRUCTURES)])
 def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     result = export(run_cli, model(name), tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
@@ -327,6 +322,7 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias"),
         ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
+        ("falcon", {"alibi": True}, "alibi"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("granitemoehybrid-attention", {"position_embedding_type": None}, "position_embedding_type"),
     ],

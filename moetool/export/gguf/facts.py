@@ -119,8 +119,8 @@ class GgufFacts:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values of most layers: as many as of queries, where the config does not say."""
-        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+        """Heads of keys and values of most layers."""
+        return self.family.key_heads(self.config)
 
     @cached_property
     def is_tied(self) -> bool:

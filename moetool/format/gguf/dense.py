@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from moetool.format.gguf.family import (
@@ -28,6 +29,7 @@ from moetool.format.gguf.words import EMBEDDINGS, HEAD
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_Counted = Callable[[Config], tuple[int, int]]  # heads of queries and of keys
 _EPSILON = "attention.layer_norm_epsilon"
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the same function, which llama.cpp calls GELU
 _GELU = (*_TANH_GELU, "gelu")
@@ -84,7 +86,7 @@ def _other_gemma3(config: "PreTrainedConfig") -> str | None:
 
 
 def _rounded_gelu(config: "PreTrainedConfig") -> str | None:
-    if config.hidden_act != "gelu":
+    if "gelu" not in (getattr(config, "hidden_act", None), getattr(config, "activation", None)):
         return None
     return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
 
@@ -197,22 +199,39 @@ _GLM4 = GgufFamily(
 )
 
 
-def _by_kind(heads: str, config: Config, rows: Tensor) -> Tensor:
-    """Rows of each head's queries, keys and values as all queries, all keys and all values; `heads` is an entry."""
-    return rows.unflatten(0, (*whole_numbers(config, heads), 3, -1)).transpose(0, 1).flatten(0, 2)
+def _by_kind(counted: _Counted, config: Config, rows: Tensor) -> Tensor:
+    """Rows of each head of keys, behind those of its queries and before those of its values, as all queries, all keys
+    and all values."""
+    heads, keys = counted(config)
+    groups = rows.unflatten(0, (keys, heads // keys + 2, -1))
+    return torch.cat([groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)])
 
 
-def _by_head(heads: str, config: Config, rows: Tensor) -> Tensor:
+def _by_head(counted: _Counted, config: Config, rows: Tensor) -> Tensor:
     """Undo `_by_kind`."""
-    return rows.unflatten(0, (3, *whole_numbers(config, heads), -1)).transpose(0, 1).flatten(0, 2)
+    heads, keys = counted(config)
+    queries, turned, values = rows.unflatten(0, (heads + 2 * keys, -1)).split([heads, keys, keys])
+    return torch.cat([queries.unflatten(0, (keys, -1)), turned[:, None], values[:, None]], dim=1).flatten(0, 2)
 
 
-def _rearranged(module: str, heads: str) -> dict[str, Change]:
-    """The changes of a module that makes each head's queries, keys and values."""
+def _rearranged(module: str, counted: _Counted) -> dict[str, Change]:
+    """The changes of a module that makes queries, keys and values head by head."""
     weight, bias = (
-        changed(f"attn_qkv.{part}", partial(_by_kind, heads), partial(_by_head, heads)) for part in ("weight", "bias")
+        changed(f"attn_qkv.{part}", partial(_by_kind, counted), partial(_by_head, counted))
+        for part in ("weight", "bias")
     )
     return {f"{module}.weight": replace(weight, keeps_inputs=True), f"{module}.bias": bias}
+
+
+def _as_many(key: str, config: Config) -> tuple[int, int]:
+    """Heads of queries and of keys, where there are as many; `key` is their entry."""
+    [heads] = whole_numbers(config, key)
+    return heads, heads
+
+
+def _heads_of_falcon(config: Config) -> tuple[int, int]:
+    heads, keys = whole_numbers(config, "num_attention_heads", "num_kv_heads")
+    return heads, keys if config["new_decoder_architecture"] or not config["multi_query"] else 1
 
 
 _NEOX_LAYER = {
@@ -237,12 +256,13 @@ _GPT_NEOX = GgufFamily(
         "embed_out.weight": HEAD,
     },
     dense=_FOUR_TIMES,
-    changes=_rearranged("attention.query_key_value", "num_attention_heads"),
+    changes=_rearranged("attention.query_key_value", partial(_as_many, "num_attention_heads")),
     multipliers={"layer_norm_eps": _EPSILON},
     flags={"use_parallel_residual": "use_parallel_residual"},
     computes={"hidden_act": _GELU, "attention_bias": (True,)},
     remark=_rounded_gelu,
 )
+_QUERY_KEY_VALUE = "self_attention.query_key_value"
 _BLOOM = GgufFamily(
     "bloom",
     "bloom",
@@ -256,10 +276,34 @@ _BLOOM = GgufFamily(
         **_pair("transformer.ln_f", "output_norm"),
     },
     dense=_FOUR_TIMES,
-    changes=_rearranged("self_attention.query_key_value", "n_head"),
+    changes=_rearranged(_QUERY_KEY_VALUE, partial(_as_many, "n_head")),
     multipliers={"layer_norm_epsilon": _EPSILON},
     derived={"context_length": lambda config: int(getattr(config, "seq_length", 2048))},
     computes={"apply_residual_connection_post_layernorm": (False,)},
+)
+_FALCON = GgufFamily(
+    "falcon",
+    "falcon",
+    is_moe=False,
+    layer="transformer.h.{layer}",
+    names={
+        **_pair("input_layernorm", "attn_norm"),
+        **_pair("ln_attn", "attn_norm_2"),
+        **_pair("ln_mlp", "attn_norm"),
+        "self_attention.dense.weight": "attn_output.weight",
+    },
+    outside={
+        **dict.fromkeys(_OUTSIDE, ""),
+        "transformer.word_embeddings.weight": EMBEDDINGS,
+        **_pair("transformer.ln_f", "output_norm"),
+    },
+    dense=_FOUR_TIMES,
+    changes=_rearranged(_QUERY_KEY_VALUE, _heads_of_falcon),
+    key_heads=lambda config: _heads_of_falcon(config.to_dict())[1],
+    multipliers={"layer_norm_epsilon": _EPSILON},
+    computes={"activation": _GELU, "alibi": (False,), "parallel_attn": (True,), "bias": (False,)},
+    remark=_rounded_gelu,
+    cutting="falcon",
 )
 _GPT_LAYER = {
     **_pair("ln_1", "attn_norm"),
@@ -458,6 +502,7 @@ DENSE: tuple[GgufFamily, ...] = (
     replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
     _GPT_NEOX,
     _BLOOM,
+    _FALCON,
     _GPT_BIGCODE,
     _GPT2,
 )

@@ -39,6 +39,11 @@ def nothing(_: object) -> None:
     """What is said of a config against which nothing speaks."""
 
 
+def _key_heads(config: "PreTrainedConfig") -> int:
+    """As many as of queries, where a config does not say."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def under(moe: Architecture | None, name: str) -> str:
     """A tensor's name in a checkpoint whose language model lies in another model, or is not called `model`."""
     root = _ROOT if moe is None else moe.layer.removesuffix(_LAYERS.removeprefix(_ROOT))
@@ -162,6 +167,7 @@ class GgufFamily:
         is_lite_by_layers: whether llama.cpp tells by the number of layers if queries come from a small vector, too.
         has_head_norms: whether queries and keys have norms.
         is_square: whether heads have to add up to the hidden size.
+        key_heads: tells of a config how many heads of keys most layers have.
         groups_heads: whether there may be fewer heads of keys than of queries.
         groups_experts: whether a token's experts may be taken from some groups of them.
         has_shared: whether it may have a shared expert.
@@ -232,6 +238,7 @@ class GgufFamily:
     is_lite_by_layers: bool = True
     has_head_norms: bool = False
     is_square: bool = False
+    key_heads: Callable[["PreTrainedConfig"], int] = _key_heads
     groups_heads: bool = True
     groups_experts: bool = False
     has_shared: bool = False
