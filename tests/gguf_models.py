@@ -417,6 +417,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "phi-partial": {"partial_rotary_factor": 0.5},
     "lfm2": {},
+    "apertus": {"rope_parameters": _SLOWED},
     "falcon": {},
     "falcon-groups": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt2": {},

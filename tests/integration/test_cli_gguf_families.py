@@ -322,6 +322,7 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias"),
         ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias"),
         ("falcon", {"alibi": True}, "alibi"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("granitemoehybrid-attention", {"position_embedding_type": None}, "position_embedding_type"),

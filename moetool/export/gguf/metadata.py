@@ -75,13 +75,16 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
 
 
 def _describe_constants(writer: "GGUFWriter", source: GgufSource) -> None:
-    """Numbers of 64 bits, which no tensor of a file holds."""
+    """Numbers of 64 bits, which no tensor of a file holds, and those of which every layer has one."""
     kinds = gguf_library().GGUFValueType
     for name, own in source.constants.items():
         empty = torch.zeros(source.checkpoint.info(name).shape, dtype=torch.int64)
         numbers = empty if source.checkpoint.is_imagined else source.checkpoint.read(name)
         key = f"{source.family.architecture}.{own}"
         writer.add_key_value(key, numbers.tolist(), kinds.ARRAY, sub_type=kinds.UINT64)
+    for own, names in source.numbers.items():
+        held = [0.0 if source.checkpoint.is_imagined else source.checkpoint.read(name).item() for name in names]
+        writer.add_array(own, held)
 
 
 def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:

@@ -90,7 +90,7 @@ class GgufSource(GgufFacts):
         if self.is_tied:
             del names[self.head_name]
         left_out = {self.head_name, *self.idle_names, *self._expert_names} - names.keys()
-        left_out |= {*self.constants, *chain(*self._joined.values())}
+        left_out |= {*self.constants, *chain(*self.numbers.values(), *self._joined.values())}
         for name, info in self.checkpoint.tensors.items():
             if name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
                 continue
@@ -129,6 +129,12 @@ class GgufSource(GgufFacts):
             for name, own in self.family.constants.items()
         }
         return {name: own for name, own in named.items() if name in self.checkpoint.tensors}
+
+    @property
+    def numbers(self) -> dict[str, list[str]]:
+        """By keys of the metadata, tensors of the checkpoint of which these hold the numbers, layer by layer."""
+        prefixes = [self.layer_prefix(layer) for layer in range(self.layers)]
+        return {own: [prefix + name for prefix in prefixes] for name, own in self.family.numbers.items()}
 
     @cached_property
     def _joined(self) -> Mapping[str, list[str]]:

@@ -203,6 +203,7 @@ class GgufFamily:
         derived: metadata keys of numbers or lists, and what makes each of the config; `None` is not written.
         of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
         constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
+        numbers: tensors of a layer, one number each, of which metadata hold those of all layers, and its keys.
         joined: beginnings of the names of tensors of a layer that a file has one below the other, outside of layers.
         around: beginnings of the names of tensors that lie beside the language model's own and are of no part of it.
         choices: metadata that says in numbers what entries say in words.
@@ -275,6 +276,7 @@ class GgufFamily:
     )
     of_whole: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, str] = field(default_factory=dict)
     around: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
