@@ -424,7 +424,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {},
     "granite_swa": {**MULTIPLIERS, "sliding_window": 16, "layer_rope_theta": [0.0, 2e4, 2e4]},
     "jamba-dense": {},
-    "nemotron_h-dense": {},
+    "nemotron_h-dense": {"n_routed_experts": 8},
     "iquestcoder": {},
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_new"},

@@ -33,7 +33,6 @@ _Counted = Callable[[Config], tuple[int, int]]  # heads of queries and of keys
 _EPSILON = "attention.layer_norm_epsilon"
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the same function, which llama.cpp calls GELU
 _GELU = (*_TANH_GELU, "gelu")
-_SQUARED = ("relu2",)
 _TIED: Mapping[str, tuple[object, ...]] = {"tie_word_embeddings": (True,)}
 _POST_NORMS = {**POST_ATTENTION, "post_feedforward_layernorm.weight": "post_ffw_norm.weight"}
 _NORM_BIASES = {
@@ -234,13 +233,9 @@ def _heads_of_falcon(config: Config) -> tuple[int, int]:
     return heads, keys if config["new_decoder_architecture"] or not config["multi_query"] else 1
 
 
-_NEOX_LAYER = {
-    **_pair("input_layernorm", "attn_norm"),
-    **_pair("post_attention_layernorm", "ffn_norm"),
-}
 _FULLY_CONNECTED = {**_pair("mlp.c_fc", "ffn_up"), **_pair("mlp.c_proj", "ffn_down")}
 _FOUR_TIMES = {**_pair("mlp.dense_h_to_4h", "ffn_up"), **_pair("mlp.dense_4h_to_h", "ffn_down")}
-_OUTSIDE = ("model.embed_tokens.weight", "model.norm.weight")
+_ELSEWHERE = ("model.embed_tokens.weight", "model.norm.weight")
 _GPT_NEOX = GgufFamily(
     "gpt_neox",
     "gptneox",
@@ -248,9 +243,9 @@ _GPT_NEOX = GgufFamily(
     is_partial=True,
     needs_head=True,
     layer="gpt_neox.layers.{layer}",
-    names={**_NEOX_LAYER, **_pair("attention.dense", "attn_output")},
+    names={**_NORM_BIASES, **_pair("attention.dense", "attn_output")},
     outside={
-        **dict.fromkeys((*_OUTSIDE, "lm_head.weight"), ""),
+        **dict.fromkeys((*_ELSEWHERE, "lm_head.weight"), ""),
         "gpt_neox.embed_in.weight": EMBEDDINGS,
         **_pair("gpt_neox.final_layer_norm", "output_norm"),
         "embed_out.weight": HEAD,
@@ -268,9 +263,9 @@ _BLOOM = GgufFamily(
     "bloom",
     is_moe=False,
     layer="transformer.h.{layer}",
-    names={**_NEOX_LAYER, **_pair("self_attention.dense", "attn_output")},
+    names={**_NORM_BIASES, **_pair("self_attention.dense", "attn_output")},
     outside={
-        **dict.fromkeys(_OUTSIDE, ""),
+        **dict.fromkeys(_ELSEWHERE, ""),
         "transformer.word_embeddings.weight": EMBEDDINGS,
         **_pair("transformer.word_embeddings_layernorm", "token_embd_norm"),
         **_pair("transformer.ln_f", "output_norm"),
@@ -280,6 +275,7 @@ _BLOOM = GgufFamily(
     multipliers={"layer_norm_epsilon": _EPSILON},
     derived={"context_length": lambda config: int(getattr(config, "seq_length", 2048))},
     computes={"apply_residual_connection_post_layernorm": (False,)},
+    cutting="bloom",
 )
 _FALCON = GgufFamily(
     "falcon",
@@ -287,13 +283,13 @@ _FALCON = GgufFamily(
     is_moe=False,
     layer="transformer.h.{layer}",
     names={
-        **_pair("input_layernorm", "attn_norm"),
+        **_NORM_BIASES,
         **_pair("ln_attn", "attn_norm_2"),
         **_pair("ln_mlp", "attn_norm"),
         "self_attention.dense.weight": "attn_output.weight",
     },
     outside={
-        **dict.fromkeys(_OUTSIDE, ""),
+        **dict.fromkeys(_ELSEWHERE, ""),
         "transformer.word_embeddings.weight": EMBEDDINGS,
         **_pair("transformer.ln_f", "output_norm"),
     },
@@ -318,7 +314,7 @@ _GPT_BIGCODE = GgufFamily(
     layer="transformer.h.{layer}",
     names=_GPT_LAYER,
     outside={
-        **dict.fromkeys(_OUTSIDE, ""),
+        **dict.fromkeys(_ELSEWHERE, ""),
         "transformer.wte.weight": EMBEDDINGS,
         "transformer.wpe.weight": "position_embd.weight",
         **_pair("transformer.ln_f", "output_norm"),
@@ -457,7 +453,7 @@ DENSE: tuple[GgufFamily, ...] = (
         dense=_UNGATED,
         changes=norms_plus_one("ffn_norm.weight"),
         multipliers={"norm_eps": _EPSILON},
-        computes={"hidden_act": _SQUARED},
+        computes={"hidden_act": ("relu2",)},
     ),
     replace(
         MISTRAL,
@@ -465,7 +461,7 @@ DENSE: tuple[GgufFamily, ...] = (
         architecture="arcee",
         is_read=False,
         dense=_UNGATED,
-        computes={"hidden_act": _SQUARED, "mlp_bias": (False,)},
+        computes={"hidden_act": ("relu2",), "mlp_bias": (False,)},
     ),
     GgufFamily(
         "apertus",

@@ -50,7 +50,7 @@ def gguf_family(config: Settings) -> GgufFamily:
         return QWEN2_MOE_RENORMALIZED
     if model_type == MINIMAX_M3_OF_HUB.model_type and config.get("text_config"):
         return MINIMAX_M3_OF_HUB
-    has_experts = experts_told(config) is not None
+    has_experts = _has_experts(config)
     if model_type == GRANITE_4_DENSE.model_type and not has_experts and _all_attend(config):
         return GRANITE_4_DENSE
     if known := [family for family in GGUF_FAMILIES if family.model_type == model_type]:
@@ -59,6 +59,13 @@ def gguf_family(config: Settings) -> GgufFamily:
         raise InvalidInputError(reason)
     names = ", ".join(dict.fromkeys(family.model_type for family in GGUF_FAMILIES))
     raise InvalidInputError(f"There is no GGUF of moetool's for {model_type!r}. There is for {names}.")
+
+
+def _has_experts(config: Settings) -> bool:
+    """Whether a config speaks of experts, unless it says what each layer has and names none (Nemotron-H)."""
+    kinds = config.get("layers_block_type")
+    names_none = isinstance(kinds, list) and "mlp" in kinds and "moe" not in kinds
+    return experts_told(config) is not None and not names_none
 
 
 def _all_attend(config: Settings) -> bool:
