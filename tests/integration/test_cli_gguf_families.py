@@ -368,6 +368,24 @@ def test_layers_that_predict_more_tokens_are_known_by_name(
     assert result.code == 0, result.stderr
 
 
+@pytest.mark.parametrize(("name", "base", "mask"), [("gpt2", "transformer.", "attn"), ("gpt_neox", "", "attention")])
+def test_decoders_of_the_hub_lie_bare_and_have_masks(
+    run_cli: Any, model: Made, tmp_path: Path, name: str, base: str, mask: str
+) -> None:
+    source, files = copy_of(model(name), tmp_path / "source"), list[bytes]()
+    tensors = {own.removeprefix(base): tensor for own, tensor in tensors_of(source).items()}
+    first = next(own for own in tensors if ".0." in own).partition(".0.")[0]
+    for buffer in ("bias", "masked_bias"):
+        tensors[f"{first}.0.{mask}.{buffer}"] = torch.ones(1, 1, 4, 4)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for path, out in ((model(name), "own"), (source, "hub")):
+        result = export(run_cli, path, tmp_path / out, "--type", "f32")
+        assert result.code == 0, result.stderr
+        reader = gguf.GGUFReader(tmp_path / out / "model.gguf")
+        files.append(b"".join(tensor.name.encode() + tensor.data.tobytes() for tensor in reader.tensors))
+    assert files[0] == files[1]
+
+
 def as_published(path: Path) -> None:
     """Give a model the entries and names that the hub's files of its family have."""
     config = config_of(path)
