@@ -72,8 +72,8 @@ DENSE_HEADER = """
 Of the {count} other model types in transformers {version} that have a causal language model, or that `moefy` takes,
 {taken} go through `upcycle` and `moefy`, and {alone} through `moefy` alone, each by a tiny random model: upcycled to
 the same logits and made dense again to the same bytes, moefied and verified. *Derived* means that the networks are
-found and nothing was run. {written} have an architecture that `export --format gguf` writes (*GGUF*), and the same logits
-in llama.cpp.
+found and nothing was run. {written} have an architecture that `export --format gguf` writes (*GGUF*), and the same
+logits in llama.cpp.
 
 | `model_type` | what was run, or why it is refused | GGUF |
 |---|---|---|
