@@ -41,8 +41,8 @@ STRUCTURES = (
     "llama4",
     *DENSE_STRUCTURES,
 )
-# llama.cpp looks their GELU up in a table of 16 bits.
-_IN_A_TABLE = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon")
+# With GELU, where the last bit of 16 may differ.
+_WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon")
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +77,23 @@ def logits_in_llama_cpp(file: Path, tokens: torch.Tensor, *, flash_attn: bool = 
     found = torch.from_numpy(llama.scores[: len(tokens)].copy())
     llama.close()
     return found
+
+
+class _Table(torch.nn.Module):
+    """GELU as llama.cpp looks it up: of numbers of 16 bits, in as many."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.gelu(inputs.half().float(), approximate="tanh").half().float()
+        return torch.where(inputs.abs() < 10, found, inputs.clamp_min(0))
+
+
+def with_table(model: Any) -> Any:
+    """A model with every GELU from a table."""
+    for module in model.modules():
+        for name, inner in module.named_children():
+            if "gelu" in type(inner).__name__.lower():
+                setattr(module, name, _Table())
+    return model
 
 
 @pytest.mark.parametrize("name", sampled(MODELS, STRUCTURES))
@@ -117,8 +134,8 @@ def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, 
     tokens = torch.randint(288, (count,), generator=torch.Generator().manual_seed(0))
     tokens[20] = 7  # where n-grams begin anew
     found = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens)
-    expected = load(model(name))(tokens[None]).logits[0]
-    own = 1e-2 if name.startswith(_IN_A_TABLE) else 1e-4
+    expected = with_table(load(model(name)))(tokens[None]).logits[0]
+    own = 5e-4 if name.startswith(_WITH_GELU) else 1e-4
     assert (found - expected).norm() < own * expected.norm()
 
 

@@ -54,7 +54,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     for own, make in family.derived.items():
         if (value := make(config)) is None:
             continue
-        (writer.add_uint32 if isinstance(value, int) else writer.add_array)(f"{start}.{own}", value)
+        write = writer.add_uint32 if isinstance(value, int) else writer.add_array
+        (writer.add_float32 if isinstance(value, float) else write)(f"{start}.{own}", value)
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
         write = writer.add_bool if isinstance(value, bool) else writer.add_uint32

@@ -134,6 +134,13 @@ _DEEPSEEK_OCR2 = GgufFamily(
     remark=_moves_keys_wrongly,
     cutting="deepseek-v3",
 )
+
+
+def _bound_of_logits(config: "PreTrainedConfig") -> float:
+    """Of Gemma 4: 0 for none, where llama.cpp takes 30 if a file says nothing."""
+    return float(config.final_logit_softcapping or 0.0)
+
+
 _GEMMA4 = GgufFamily(
     "gemma4_text",
     "gemma4",
@@ -156,7 +163,7 @@ _GEMMA4 = GgufFamily(
         "router.per_expert_scale": "ffn_down_exps.scale",
         "layer_scalar": "layer_output_scale.weight",
     },
-    multipliers={"final_logit_softcapping": "final_logit_softcapping"},
+    derived={"final_logit_softcapping": _bound_of_logits},
     fixed={"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
     computes={
         "hidden_activation": ("gelu_pytorch_tanh",),
