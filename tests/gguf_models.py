@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from around_families import AROUND
+from dense_families import MULTIPLIERS, build_dense
 from derived_families import DERIVED
 from families import build
 
@@ -22,6 +23,10 @@ _LATENT = {
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = {**_PLAIN_ROPE, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 _SLOWED = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONG_ROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]},
+}
 _DELTA_RULE = {
     "layer_types": [LINEAR, LINEAR, WHOLE],
     "linear_key_head_dim": 8,
@@ -364,9 +369,88 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# Dense ones likewise, beside what `build_dense` gives them.
+DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": {"num_hidden_layers": 4, "query_pre_attn_scalar": 8, "sliding_window": 16},
+    "gemma2-largest": {"num_hidden_layers": 46, "head_dim": 16, "query_pre_attn_scalar": 8},
+    "gemma3": {"num_hidden_layers": 7, "sliding_window": 16},
+    "gemma3-stretched": {
+        "layer_types": [WINDOW, WHOLE, WINDOW],
+        "sliding_window": 30,
+        "final_logit_softcapping": 20.0,
+        "rope_parameters": {
+            WHOLE: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            WINDOW: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma3-whole": {"layer_types": [WHOLE] * 3},
+    "phi3": {},
+    "phi3-partial": {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi3-long": _LONG_ROPE,
+    "phi3-short": {**_LONG_ROPE, "max_position_embeddings": 1024, "original_max_position_embeddings": 512},
+    "olmo2": {},
+    "olmo3": {},
+    "olmo3-stretched": {
+        "rope_parameters": {WHOLE: {**_YARN, "attention_factor": 1.2}, WINDOW: _PLAIN_ROPE},
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "cohere": {"use_qk_norm": False, "logit_scale": 0.5},
+    "cohere-largest": {"num_hidden_layers": 64},
+    "cohere2": {"logit_scale": 0.5},
+    "glm": {},
+    "glm4": {"attention_bias": True},
+    "starcoder2": {},
+    "stablelm": {"use_qkv_bias": True},
+    "stablelm-parallel": {"use_parallel_residual": True},
+    "exaone4": {"layer_types": [WHOLE] * 3, "sliding_window": None, "rope_parameters": _SLOWED},
+    "exaone4-largest": {"num_hidden_layers": 64, "layer_types": [*[WINDOW] * 3, WHOLE] * 16, "sliding_window": 16},
+    "hunyuan_v1_dense": {},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "ministral3": {},
+    "ministral3-long": {
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {},
+    "ernie4_5": {"use_bias": False},
+    "olmo": {},
+    "phi-partial": {"partial_rotary_factor": 0.5},
+    "lfm2": {},
+    "apertus": {"rope_parameters": _SLOWED},
+    "falcon": {},
+    "falcon-groups": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "granite_swa": {**MULTIPLIERS, "sliding_window": 16, "layer_rope_theta": [0.0, 2e4, 2e4]},
+    "jamba-dense": {},
+    "nemotron_h-dense": {"n_routed_experts": 8},
+    "iquestcoder": {},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "bloom": {},
+    "gemma4_text-dense": {
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "global_head_dim": 16,
+        "sliding_window": 16,
+    },
+    "granitemoehybrid-dense": MULTIPLIERS,
+    "granitemoehybrid-attention": {
+        **MULTIPLIERS,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+    },
+    "qwen3_5_text": {"head_dim": 128},
+}
+
+
 def gguf_model(name: str, **changes: Any) -> Any:
     """A tiny model by its name above, with other entries of its config (of its language model's)."""
-    family, own = name.partition("-")[0], {"vocab_size": 320, **GGUF_MODELS[name], **changes}
+    family = name.partition("-")[0]
+    if name in DENSE_GGUF_MODELS:
+        return build_dense(family, **{"vocab_size": 320, **DENSE_GGUF_MODELS[name], **changes})
+    own = {"vocab_size": 320, **GGUF_MODELS[name], **changes}
     if (around := AROUND.get(family)) is not None:
         return build(family, **{**around, "text_config": {**around["text_config"], **own}})
     model = build(family, **{**DERIVED.get(family, {}), **own})

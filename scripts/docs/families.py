@@ -72,10 +72,11 @@ DENSE_HEADER = """
 Of the {count} other model types in transformers {version} that have a causal language model, or that `moefy` takes,
 {taken} go through `upcycle` and `moefy`, and {alone} through `moefy` alone, each by a tiny random model: upcycled to
 the same logits and made dense again to the same bytes, moefied and verified. *Derived* means that the networks are
-found and nothing was run.
+found and nothing was run. {written} have an architecture that `export --format gguf` writes (*GGUF*), and the same
+logits in llama.cpp.
 
-| `model_type` | what was run, or why it is refused |
-|---|---|
+| `model_type` | what was run, or why it is refused | GGUF |
+|---|---|---|
 """
 # Model types whose networks are found, and which a job refuses all the same.
 REFUSED_LATER = {"cpmant": "its layers see more than the tokens of a text: a prompt of its own comes before each"}
@@ -150,6 +151,12 @@ def in_gguf(model_type: str) -> str:
     return next((one.architecture for one in GGUF_FAMILIES if one.model_type == inner), "")
 
 
+def dense_in_gguf(model_type: str) -> str:
+    """The same of a model without experts."""
+    own = (one for one in GGUF_FAMILIES if not one.is_moe and one.model_type == model_type)
+    return next((one.architecture for one in own), "")
+
+
 def text() -> str:
     found = list(rows())
     taken = {family for family, _, run, _ in found if run}
@@ -166,8 +173,10 @@ def text() -> str:
 def dense_text() -> str:
     """The second half of the page, of dense families."""
     found, (run, alone) = list(dense_rows()), dense_types()
-    head = DENSE_HEADER.format(version=transformers.__version__, count=len(found), taken=len(run), alone=len(alone))
-    return head + "\n".join(f"| `{name}` | {told} |" for name, told in found) + "\n"
+    in_files = {name: dense_in_gguf(name) for name, _ in found}
+    counts = {"count": len(found), "taken": len(run), "alone": len(alone), "written": sum(map(bool, in_files.values()))}
+    head = DENSE_HEADER.format(version=transformers.__version__, **counts)
+    return head + "\n".join(f"| `{name}` | {told} | {in_files[name]} |" for name, told in found) + "\n"
 
 
 if __name__ == "__main__":

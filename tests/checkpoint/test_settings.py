@@ -111,7 +111,8 @@ def check_metadata(config: dict[str, Any], model: Any, layers: Any) -> None:
     experts: Any = (
         None if moe is None else SimpleNamespace(shape=moe.shape, architecture=moe, moe_layers=moe.moe_layers)
     )
-    describe_model(writer, GgufSource(checkpoint, family, None, experts))  # type: ignore[arg-type]
+    dense: Any = None if family.is_moe else SimpleNamespace(intermediate=settings.get("intermediate_size"))
+    describe_model(writer, GgufSource(checkpoint, family, dense, experts))  # type: ignore[arg-type]
     start, attention = family.architecture, attention_of(layers[0])
     width, rotary = attention.head_dim, model.model.rotary_emb
     if settings["rope_parameters"]["rope_type"] == "default":

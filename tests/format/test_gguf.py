@@ -56,6 +56,12 @@ def test_families() -> None:
     assert gguf_family({"model_type": "qwen2_moe", "norm_topk_prob": True}).architecture == "llama"
     assert family_in_file("llama", is_moe=True, has_shared=False).model_type == "mixtral"
     assert family_in_file("granitemoe", is_moe=True, has_shared=True).model_type == "granitemoeshared"
+    granite = {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}
+    assert gguf_family(granite).architecture == "granite"
+    assert gguf_family({**granite, "layer_types": ["mamba", "attention"]}).architecture == "granitehybrid"
+    nemotron = {"model_type": "nemotron_h", "n_routed_experts": 8, "layers_block_type": ["mamba", "mlp", "attention"]}
+    assert not gguf_family(nemotron).is_moe
+    assert gguf_family({**nemotron, "layers_block_type": ["mamba", "moe", "attention"]}).is_moe
     with pytest.raises(InvalidInputError, match="There is for llama, mistral"):
         gguf_family({"model_type": "flex_olmo"})
     with pytest.raises(InvalidInputError, match="SparseMixer"):

@@ -7,7 +7,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import WHOLE
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, stretch, yarn_strengths
 from moetool.format.gguf.words import layer_of
 from moetool.runtime.building import check_sizes
 
@@ -70,7 +70,7 @@ def _check_layers(source: GgufSource, experts: ExpertReader) -> None:
 def _check_attention(source: GgufSource) -> None:
     config, family = source.config, source.family
     own, layers = family.architecture, range(1, source.layers + 1)
-    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
+    heads, groups = int(config.num_attention_heads), source.key_heads
     if family.is_square and heads * source.head_width != config.hidden_size:
         raise InvalidInputError(
             f"{heads} heads of {source.head_width} do not add up to the hidden size of {config.hidden_size}; "
@@ -130,7 +130,8 @@ def _check_rope(source: GgufSource) -> None:
         raise InvalidInputError(
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
-    known = {"default": True, "llama3": family.slows_rope, "dynamic": family.stretches_rope and "alpha" in rope}
+    known = {"default": True, "llama3": family.slows_rope, LONG_ROPE: family.has_long_rope}
+    known["dynamic"] = family.stretches_rope and "alpha" in rope
     if family.has_two_widths:  # llama.cpp wants to be told of every pair of channels
         known = {"proportional": True, **dict.fromkeys(("default", *ROPE_SCALINGS), False)}
     if family.is_latent:  # whose scores llama.cpp would multiply, too

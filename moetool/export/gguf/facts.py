@@ -11,8 +11,8 @@ from moetool.architectures import Architecture
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
-from moetool.format.gguf.family import GgufFamily, under
-from moetool.format.gguf.words import layer_in_file, layer_of
+from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.words import EMBEDDINGS, HEAD, layer_in_file, layer_of
 from moetool.runtime.dense import DenseModel
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class GgufFacts:
 
     def layer_prefix(self, layer: int) -> str:
         """The beginning of the names of a layer's tensors in the checkpoint, with its dot."""
-        return f"model.layers.{layer}." if self.moe is None else self.moe.layer_prefix(layer)
+        return f"{self.family.layer.format(layer=layer)}." if self.moe is None else self.moe.layer_prefix(layer)
 
     @cached_property
     def names_in_file(self) -> Mapping[str, str]:
@@ -105,12 +105,22 @@ class GgufFacts:
     @property
     def embeddings_name(self) -> str:
         """Name of the token embeddings' matrix in the checkpoint."""
-        return under(self.moe, "model.embed_tokens.weight")
+        return self._name_of(EMBEDDINGS)
 
     @property
     def head_name(self) -> str:
         """The checkpoint's name of the model's head, whether it is there or tied."""
-        return under(self.moe, "lm_head.weight")
+        return self._name_of(HEAD)
+
+    def _name_of(self, own: str) -> str:
+        """The checkpoint's name of a tensor of the file: of several that it may have, the one that is there."""
+        names = [name for name, there in self.names_in_file.items() if there == own]
+        return next((name for name in names if name in self.checkpoint.tensors), names[0])
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values of most layers."""
+        return self.family.key_heads(self.config)
 
     @cached_property
     def is_tied(self) -> bool:
@@ -124,7 +134,7 @@ class GgufFacts:
         heads = max(self.query_heads)
         if self.heads_by_layer is not None:
             return heads, max(self.heads_by_layer)
-        return heads, 1 if self.family.is_latent else int(self.config.num_key_value_heads)
+        return heads, 1 if self.family.is_latent else self.key_heads
 
     @cached_property
     def query_heads(self) -> list[int]:

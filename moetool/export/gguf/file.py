@@ -38,7 +38,7 @@ _ALWAYS_F32 = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias",
     "ssm_conv1d.weight", "ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight", "shortconv.conv.weight",
     "ssm_a", "ssm_d", "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight", "compressor_ape.weight",
-    "ple_conv1d.weight",
+    "ple_conv1d.weight", "position_embd.weight",
 )  # fmt: skip
 _WIDE = EMBEDDINGS, HEAD, "output_hc_down.weight", "output_hc_up.weight", "per_layer_token_embd.weight"
 

@@ -71,11 +71,15 @@ class LayerMoments(Collector):
         self._modules: list[tuple[nn.Module, list[Moments], _Apart]] = []
         settings, changes = source.config.to_dict(), source.changes(layer)
         for path, names in source.projections(layer).items():
-            projection = module.get_submodule(path)
-            assert isinstance(projection, nn.Linear)
-            columns, change = projection.in_features, changes.get(path)
-            apart = partial(_chunks, len(names)) if change is None else partial(change.apart, settings)
-            rows = [len(part) for part in apart(torch.empty(projection.out_features, 1, device="meta"))]
+            projection, change = module.get_submodule(path), changes.get(path)
+            weight = projection.weight
+            assert isinstance(weight, Tensor)
+            is_transposed = change is not None and change.is_transposed
+            whole, columns = weight.shape[::-1] if is_transposed else weight.shape
+            apart = partial(_chunks, len(names))
+            if change is not None and not is_transposed:
+                apart = partial(change.apart, settings)
+            rows = [len(part) for part in apart(torch.empty(whole, 1, device="meta"))]
             own = {name: Moments.none(1, (size, columns), device) for name, size in zip(names, rows, strict=True)}
             self._modules.append((projection, list(own.values()), apart))
             self.by_name |= own

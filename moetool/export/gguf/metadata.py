@@ -6,7 +6,7 @@ import torch
 
 from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch, yarn_strengths
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -54,7 +54,8 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     for own, make in family.derived.items():
         if (value := make(config)) is None:
             continue
-        (writer.add_uint32 if isinstance(value, int) else writer.add_array)(f"{start}.{own}", value)
+        write = writer.add_uint32 if isinstance(value, int) else writer.add_array
+        (writer.add_float32 if isinstance(value, float) else write)(f"{start}.{own}", value)
     said = {own: numbers[getattr(config, key, None)] for key, (own, numbers) in family.choices.items()}
     for own, value in {**family.fixed, **said}.items():
         write = writer.add_bool if isinstance(value, bool) else writer.add_uint32
@@ -69,17 +70,22 @@ def describe_model(writer: "GGUFWriter", source: GgufSource) -> None:
     _describe_heads(writer, source)
     _describe_rope(writer, source)
     _describe_windows(writer, source)
-    _describe_experts(writer, source)
+    if family.attention_interval is not None:
+        writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
+    _describe_feed_forward(writer, source)
 
 
 def _describe_constants(writer: "GGUFWriter", source: GgufSource) -> None:
-    """Numbers of 64 bits, which no tensor of a file holds."""
+    """Numbers of 64 bits, which no tensor of a file holds, and those of which every layer has one."""
     kinds = gguf_library().GGUFValueType
     for name, own in source.constants.items():
         empty = torch.zeros(source.checkpoint.info(name).shape, dtype=torch.int64)
         numbers = empty if source.checkpoint.is_imagined else source.checkpoint.read(name)
         key = f"{source.family.architecture}.{own}"
         writer.add_key_value(key, numbers.tolist(), kinds.ARRAY, sub_type=kinds.UINT64)
+    for own, names in source.numbers.items():
+        held = [0.0 if source.checkpoint.is_imagined else source.checkpoint.read(name).item() for name in names]
+        writer.add_array(own, held)
 
 
 def _describe_heads(writer: "GGUFWriter", source: GgufSource) -> None:
@@ -126,6 +132,11 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     if source.family.axes:
         axes = list(rope.get("mrope_section") or source.family.axes)
         writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
+    if kind == LONG_ROPE:
+        writer.add_uint32(
+            f"{start}.rope.scaling.original_context_length", int(rope["original_max_position_embeddings"])
+        )
+        writer.add_float32(f"{start}.rope.scaling.attn_factor", long_rope_strength(source))
     if kind not in ROPE_SCALINGS:
         return
     factor = stretch(source)
@@ -160,10 +171,16 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_uint32(f"{start}.{HEAD_WIDTHS[2]}_swa", int(source.head_width * float(share or 1.0)))
 
 
-def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
+def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
     config, family, start = source.config, source.family, source.family.architecture
     if source.experts is None:
-        writer.add_uint32(f"{start}.{WIDTH}", int(config.intermediate_size))
+        assert source.dense is not None
+        if family.skips_experts:
+            held = source.dense.ffn_layers
+            widths = [source.dense.intermediate if layer in held else 0 for layer in range(source.layers)]
+            writer.add_array(f"{start}.{WIDTH}", widths)
+        else:
+            writer.add_uint32(f"{start}.{WIDTH}", source.dense.intermediate)
         return
     shape, moe = source.experts.shape, source.experts.architecture
     writer.add_uint32(f"{start}.{EXPERT_COUNT}", shape.experts)
@@ -176,8 +193,6 @@ def _describe_experts(writer: "GGUFWriter", source: GgufSource) -> None:
         writer.add_uint32(f"{start}.{WIDTH}", int(getattr(config, family.dense_width, None) or shape.intermediate))
     if family.has_states:
         writer.add_array(f"{start}.{STATES}", [kind == LINEAR for kind in config.layer_types])
-    if family.attention_interval is not None:
-        writer.add_uint32(f"{start}.{family.attention_interval}", source.attention_interval)
     if source.shared_intermediate:
         writer.add_uint32(f"{start}.{SHARED_WIDTH}", source.shared_intermediate)
     if family.leads_dense:

@@ -21,7 +21,7 @@ from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import GgufFacts
 from moetool.export.gguf.file import GgufTensor, is_quantized, type_for
-from moetool.export.gguf.rope import ROPES_BY_PAIR, factors_by_pair
+from moetool.export.gguf.rope import LONG_ROPE, ROPES_BY_PAIR, factors_by_pair
 from moetool.format.families import architecture_of
 from moetool.format.gguf.blocks import NumberType
 from moetool.format.gguf.families import gguf_family
@@ -31,6 +31,7 @@ from moetool.format.gguf.words import (
     EXPERT_BIASES,
     EXPERTS,
     HEAD,
+    LONG_ROPE_FACTORS,
     ROPE_FACTORS,
     interleaved,
     layer_in_file,
@@ -40,7 +41,9 @@ from moetool.format.gguf.words import (
 from moetool.format.kinds import custom_module
 from moetool.runtime.dense import DenseModel
 
-_COMPUTED = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|slope_rate|(query|key|diagonal)_decay)$")
+_COMPUTED = re.compile(
+    r"\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|slope_rate|(query|key|diagonal)_decay)$"
+)
 _FURTHER = re.compile(r"((language_)?model\.)*mtp[._]")  # layers that predict further tokens
 _PART = 1 << 24  # numbers of a tensor that are in memory at once
 
@@ -60,7 +63,8 @@ class GgufSource(GgufFacts):
         text = model_config(config, checkpoint.path).get_text_config()
         family = gguf_family(Settings({**checkpoint.settings, "model_type": text.model_type}))
         if not family.is_moe:
-            return cls(checkpoint, family, DenseModel(checkpoint), None)
+            dense = DenseModel(checkpoint)
+            return cls(dense.checkpoint, family, dense, None)
         checkpoint = decoded(checkpoint)
         return cls(checkpoint, family, None, ExpertReader(checkpoint, architecture_of(config)))
 
@@ -86,7 +90,7 @@ class GgufSource(GgufFacts):
         if self.is_tied:
             del names[self.head_name]
         left_out = {self.head_name, *self.idle_names, *self._expert_names} - names.keys()
-        left_out |= {*self.constants, *chain(*self._joined.values())}
+        left_out |= {*self.constants, *chain(*self.numbers.values(), *self._joined.values())}
         for name, info in self.checkpoint.tensors.items():
             if name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
                 continue
@@ -108,6 +112,10 @@ class GgufSource(GgufFacts):
         if self.rope.get("rope_type") in ROPES_BY_PAIR:
             pairs = self.most_turned // 2
             found[ROPE_FACTORS] = GgufTensor(ROPE_FACTORS, (pairs,), "f32", partial(factors_by_pair, self))
+        if self.rope.get("rope_type") == LONG_ROPE:
+            for key, own in LONG_ROPE_FACTORS.items():
+                factors = torch.tensor(self.rope[key], dtype=torch.float32)
+                found[own] = GgufTensor(own, tuple(factors.shape), "f32", partial(iter, [factors]))
         if self.experts is not None:
             found |= self._expert_tensors(self.experts, common, experts)
         return sorted(found.values(), key=lambda tensor: place(tensor.name))
@@ -121,6 +129,12 @@ class GgufSource(GgufFacts):
             for name, own in self.family.constants.items()
         }
         return {name: own for name, own in named.items() if name in self.checkpoint.tensors}
+
+    @property
+    def numbers(self) -> dict[str, list[str]]:
+        """By keys of the metadata, tensors of the checkpoint of which these hold the numbers, layer by layer."""
+        prefixes = [self.layer_prefix(layer) for layer in range(self.layers)]
+        return {own: [prefix + name for prefix in prefixes] for name, own in self.family.numbers.items()}
 
     @cached_property
     def _joined(self) -> Mapping[str, list[str]]:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from moetool.checkpoint.stored.mxfp4 import TurnedExperts
 from moetool.export.gguf.model import GgufSource
+from moetool.export.gguf.rope import LONG_ROPE
 from moetool.format.gguf.blocks import MXFP4, NumberType
 
 
@@ -16,6 +17,12 @@ def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
         found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
     if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         found.append("llama.cpp rounds where YaRN begins and ends, which this model does not: logits differ slightly.")
+    if rope.get("rope_type") == LONG_ROPE:
+        length = rope["original_max_position_embeddings"]
+        found.append(
+            f"In a context of more than {length} tokens llama.cpp takes every text for a long one, transformers only "
+            "those that are longer: shorter ones differ there."
+        )
     if (own := source.family.remark(config)) is not None:
         found.append(own)
     if source.is_within:

@@ -15,6 +15,7 @@ from moetool.format.gguf.family import GgufFamily
 
 ROPE_SCALINGS = ("linear", "yarn")  # kinds (`rope_type`) that metadata name
 ROPES_BY_PAIR = ("llama3", "proportional")  # kinds that a tensor describes, one factor for each pair of channels
+LONG_ROPE = "longrope"  # the kind that two tensors describe, of short texts and of long ones
 _STILL = 1e30  # divides an angle until it is nothing
 
 
@@ -40,6 +41,13 @@ def factors_by_pair(facts: GgufFacts) -> Iterator[Tensor]:
     steps = torch.arange(0, 2 * len(slowed), 2, dtype=torch.float32) / (2 * len(slowed))
     others = torch.ones(facts.most_turned // 2 - len(slowed))  # in layers with a window
     yield torch.cat([facts.rope["rope_theta"] ** -steps / slowed, others])
+
+
+def long_rope_strength(facts: GgufFacts) -> float:
+    """By what LongRoPE multiplies rotary embeddings, as transformers computes it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return float(ROPE_INIT_FUNCTIONS[LONG_ROPE](facts.config, torch.device("cpu"))[1])
 
 
 def yarn_strengths(family: GgufFamily, rope: Mapping[str, Any], factor: float) -> tuple[float, float]:

@@ -5,18 +5,19 @@ Every one was compared with transformers' logits in llama.cpp (`tests/integratio
 
 from collections.abc import Mapping
 
-from moetool.architectures.base import Settings
+from moetool.architectures.base import Settings, experts_told
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.compressed import OF_COMPRESSED
+from moetool.format.gguf.dense import DENSE
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.indexed import OF_INDEXED
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
 from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
 from moetool.format.gguf.mixed import MIXED
-from moetool.format.gguf.recurrent import RECURRENT
+from moetool.format.gguf.recurrent import GRANITE_4_DENSE, RECURRENT
 from moetool.format.gguf.sigmoid import OF_SIGMOID
-from moetool.format.gguf.softmax import DENSE, OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
+from moetool.format.gguf.softmax import OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
 from moetool.format.gguf.streams import OF_STREAMS
 
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (
@@ -49,13 +50,28 @@ def gguf_family(config: Settings) -> GgufFamily:
         return QWEN2_MOE_RENORMALIZED
     if model_type == MINIMAX_M3_OF_HUB.model_type and config.get("text_config"):
         return MINIMAX_M3_OF_HUB
-    for family in GGUF_FAMILIES:
-        if family.model_type == model_type:
-            return family
+    has_experts = _has_experts(config)
+    if model_type == GRANITE_4_DENSE.model_type and not has_experts and _all_attend(config):
+        return GRANITE_4_DENSE
+    if known := [family for family in GGUF_FAMILIES if family.model_type == model_type]:
+        return next((family for family in known if family.is_moe == has_experts), known[0])
     if (reason := _REFUSED.get(str(model_type))) is not None:
         raise InvalidInputError(reason)
-    known = ", ".join(family.model_type for family in GGUF_FAMILIES)
-    raise InvalidInputError(f"There is no GGUF of moetool's for {model_type!r}. There is for {known}.")
+    names = ", ".join(dict.fromkeys(family.model_type for family in GGUF_FAMILIES))
+    raise InvalidInputError(f"There is no GGUF of moetool's for {model_type!r}. There is for {names}.")
+
+
+def _has_experts(config: Settings) -> bool:
+    """Whether a config speaks of experts, unless it says what each layer has and names none (Nemotron-H)."""
+    kinds = config.get("layers_block_type")
+    names_none = isinstance(kinds, list) and "mlp" in kinds and "moe" not in kinds
+    return experts_told(config) is not None and not names_none
+
+
+def _all_attend(config: Settings) -> bool:
+    """Whether a config says of every layer that it has attention."""
+    kinds = config.get("layer_types")
+    return isinstance(kinds, list) and set(kinds) <= {"attention", "full_attention"}
 
 
 def family_in_file(architecture: str, *, is_moe: bool, has_shared: bool) -> GgufFamily:

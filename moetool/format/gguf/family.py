@@ -4,9 +4,10 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Architecture, Role
@@ -36,6 +37,11 @@ _CHOICE_BIAS = "exp_probs_b.bias"
 
 def nothing(_: object) -> None:
     """What is said of a config against which nothing speaks."""
+
+
+def _key_heads(config: "PreTrainedConfig") -> int:
+    """As many as of queries, where a config does not say."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def under(moe: Architecture | None, name: str) -> str:
@@ -80,12 +86,14 @@ class Change:
         apart: makes these of the checkpoint's tensor, given the model's config.
         together: makes the checkpoint's tensor of these.
         keeps_inputs: whether only rows lie otherwise, so that `apart` also takes numbers `[rows]`.
+        is_transposed: whether the checkpoint has the file's matrix as `[in, out]`, with rows in the same order.
     """
 
     names: tuple[str, ...]
     apart: Callable[[Config, Tensor], Sequence[Tensor]]
     together: Callable[[Config, Sequence[Tensor]], Tensor]
     keeps_inputs: bool = False
+    is_transposed: bool = False
 
 
 def changed(name: str, there: Recast, back: Recast) -> Change:
@@ -107,6 +115,20 @@ def norms_plus_one(behind_attention: str) -> dict[str, Change]:
         **HEAD_NORMS,
     }
     return {name: plus_one(own) for name, own in names.items()}
+
+
+def transposed(name: str) -> Change:
+    """The change of a matrix `[in, out]`, as GPT-2 has them."""
+    return replace(
+        changed(name, lambda _, given: given.t(), lambda _, given: given.t()), keeps_inputs=True, is_transposed=True
+    )
+
+
+def gate_and_up(gate: str, up: str) -> Change:
+    """The change of a matrix with the rows of gate above those of up into two matrices of these names, and back."""
+    return Change(
+        (gate, up), lambda _, joined: joined.chunk(2), lambda _, parts: torch.cat([*parts]), keeps_inputs=True
+    )
 
 
 def nearest(name: str) -> Change:
@@ -132,6 +154,7 @@ class GgufFamily:
         is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
             transformers turns rows that are half a head apart.
         slows_rope: whether a file may say by how much each pair of channels turns slower (Llama 3's `rope_type`).
+        has_long_rope: whether a file may say so of short texts and of long ones (LongRoPE).
         stretches_rope: whether their base may be stretched for long texts (Hunyuan's `dynamic` with `alpha`).
         is_partial: whether they may turn a part of each head only.
         axes: how many pairs of a head's channels turn by time, height and width of a picture, if a config does not say;
@@ -144,6 +167,7 @@ class GgufFamily:
         is_lite_by_layers: whether llama.cpp tells by the number of layers if queries come from a small vector, too.
         has_head_norms: whether queries and keys have norms.
         is_square: whether heads have to add up to the hidden size.
+        key_heads: tells of a config how many heads of keys most layers have.
         groups_heads: whether there may be fewer heads of keys than of queries.
         groups_experts: whether a token's experts may be taken from some groups of them.
         has_shared: whether it may have a shared expert.
@@ -164,6 +188,7 @@ class GgufFamily:
         is_indexed: whether a file says layer by layer which have an indexer: those that attend to all of a text.
         turns_shares: whether they may turn another share of a head there, if the first layer attends to all of a text.
         doubles_turned: whether a file says twice how many channels they turn in layers that attend to all of a text.
+        layer: prefix of a layer of a dense model.
         names: tensors of a layer beside those that nearly all families have, or under other names here.
         of_kinds: further ones of layers of a kind (`layer_types`), where those of another have something else there.
         outside: tensors outside of layers, likewise.
@@ -178,6 +203,7 @@ class GgufFamily:
         derived: metadata keys of numbers or lists, and what makes each of the config; `None` is not written.
         of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
         constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
+        numbers: tensors of a layer, one number each, of which metadata hold those of all layers, and its keys.
         joined: beginnings of the names of tensors of a layer that a file has one below the other, outside of layers.
         around: beginnings of the names of tensors that lie beside the language model's own and are of no part of it.
         choices: metadata that says in numbers what entries say in words.
@@ -202,6 +228,7 @@ class GgufFamily:
     has_states: bool = False
     is_interleaved: bool = False
     slows_rope: bool = False
+    has_long_rope: bool = False
     stretches_rope: bool = False
     is_partial: bool = False
     axes: tuple[int, ...] = ()
@@ -212,6 +239,7 @@ class GgufFamily:
     is_lite_by_layers: bool = True
     has_head_norms: bool = False
     is_square: bool = False
+    key_heads: Callable[["PreTrainedConfig"], int] = _key_heads
     groups_heads: bool = True
     groups_experts: bool = False
     has_shared: bool = False
@@ -231,6 +259,7 @@ class GgufFamily:
     is_indexed: bool = False
     turns_shares: bool = False
     doubles_turned: bool = False
+    layer: str = _LAYERS
     names: Mapping[str, str] = field(default_factory=dict)
     of_kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -247,6 +276,7 @@ class GgufFamily:
     )
     of_whole: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, str] = field(default_factory=dict)
     around: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
@@ -267,7 +297,7 @@ class GgufFamily:
             moe: its architecture, if it has experts.
             kinds: of its layers, where these have names of their own (`of_kinds`).
         """
-        mixing, prefix = (range(layers), _LAYERS) if moe is None else (moe.moe_layers, moe.layer)
+        mixing, prefix = (range(layers), self.layer) if moe is None else (moe.moe_layers, moe.layer)
         outside = {**_OUTSIDE, **self.outside}
         found = {under(moe, name): own for name, own in outside.items() if own and name not in self.changes}
         for layer in range(layers):
@@ -279,7 +309,7 @@ class GgufFamily:
 
     def changed(self, layers: Collection[int], moe: Architecture | None) -> dict[str, tuple[Change, tuple[str, ...]]]:
         """The changes of tensors outside and in these layers by the checkpoint's names, with the file's names."""
-        prefix, found = _LAYERS if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
+        prefix, found = self.layer if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
         for name, change in self.changes.items():
             if name.startswith(_ROOT):
                 found[under(moe, name)] = change, change.names

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from moetool.format.gguf.family import Change, GgufFamily, beside, nearest, norms_plus_one, plus_one, without_experts
+from moetool.format.gguf.family import (
+    GgufFamily,
+    beside,
+    gate_and_up,
+    nearest,
+    norms_plus_one,
+    plus_one,
+    without_experts,
+)
 from moetool.format.gguf.routing import SCALE, SCALED, SHARED_COUNT, SIGMOID_RENORMALIZED, UNBIASED
 from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_EXPERT
 
@@ -19,13 +25,6 @@ if TYPE_CHECKING:
 _NORMS_PLUS_ONE = norms_plus_one("ffn_norm.weight")
 _INDEXER: Mapping[str, str] = {"q_proj": "indexer.q_proj", "k_proj": "indexer.k_proj"}
 _INDEXER_NORMS: Mapping[str, str] = {"q_norm": "indexer.q_norm", "k_norm": "indexer.k_norm"}
-
-
-def _gate_and_up(gate: str, up: str) -> Change:
-    """The change of a matrix with the rows of gate above those of up into two matrices of these names, and back."""
-    return Change(
-        (gate, up), lambda _, joined: joined.chunk(2), lambda _, parts: torch.cat([*parts]), keeps_inputs=True
-    )
 
 
 def _other_step(config: "PreTrainedConfig") -> str | None:
@@ -77,8 +76,8 @@ _MINIMAX_M3 = GgufFamily(
         **_NORMS_PLUS_ONE,
         **{f"self_attn.indexer.{name}.weight": nearest(f"{own}.weight") for name, own in _INDEXER.items()},
         **{f"self_attn.indexer.{name}.weight": plus_one(f"{own}.weight") for name, own in _INDEXER_NORMS.items()},
-        "mlp.gate_up_proj.weight": _gate_and_up("ffn_gate.weight", "ffn_up.weight"),
-        "mlp.shared_experts.gate_up_proj.weight": _gate_and_up(SHARED_EXPERT["gate"], SHARED_EXPERT["up"]),
+        "mlp.gate_up_proj.weight": gate_and_up("ffn_gate.weight", "ffn_up.weight"),
+        "mlp.shared_experts.gate_up_proj.weight": gate_and_up(SHARED_EXPERT["gate"], SHARED_EXPERT["up"]),
     },
     counts={
         "index_n_heads": "attention.indexer.head_count",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.format.gguf.dense import GRANITE_DENSE
 from moetool.format.gguf.family import (
     ATTENTION,
     Change,
@@ -21,6 +22,7 @@ from moetool.format.gguf.family import (
     Recast,
     beside,
     changed,
+    gate_and_up,
     head_norms,
     norms_plus_one,
     whole_numbers,
@@ -262,6 +264,26 @@ _GRANITE_HYBRID = GgufFamily(
     computes={"mamba_conv_bias": (True,), "time_step_limit": ((0.0, math.inf),)},
     choices={"position_embedding_type": ("rope.scaling.finetuned", {"rope": True, "nope": False, None: False})},
 )
+# Granite 4 without experts, whose feed-forward network is what a shared expert is beside others.
+_WITHOUT_OTHERS = {"shared_mlp.output_linear.weight": "ffn_down.weight"}
+_JOINED = {"shared_mlp.input_linear.weight": gate_and_up("ffn_gate.weight", "ffn_up.weight")}
+_GRANITE_HYBRID_DENSE = replace(
+    _GRANITE_HYBRID,
+    is_moe=False,
+    has_shared=False,
+    shared_width=None,
+    dense=_WITHOUT_OTHERS,
+    changes={**_GRANITE_CHANGES, **_JOINED},
+)
+# Without Mamba layers, too, it is an ordinary Granite.
+GRANITE_4_DENSE = replace(
+    GRANITE_DENSE,
+    model_type="granitemoehybrid",
+    is_read=False,
+    dense=_WITHOUT_OTHERS,
+    changes=_JOINED,
+    computes={"position_embedding_type": ("rope",)},
+)
 _JAMBA = GgufFamily(
     "jamba",
     "jamba",
@@ -343,6 +365,22 @@ _NEMOTRON_H = GgufFamily(
         "mlp_bias": (False,),
     },
 )
+_NEMOTRON_H_DENSE = replace(
+    _NEMOTRON_H,
+    architecture="nemotron_h",
+    is_moe=False,
+    layer="backbone.layers.{layer}",
+    outside={
+        **dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight"), ""),
+        "backbone.embeddings.weight": "token_embd.weight",
+        "backbone.norm_f.weight": "output_norm.weight",
+    },
+    dense={f"mixer.{role}_proj.weight": f"ffn_{role}.weight" for role in ("up", "down")},
+    counts={key: own for key, own in _NEMOTRON_H.counts.items() if key not in N_SHARED},
+    multipliers={"layer_norm_epsilon": "attention.layer_norm_epsilon"},
+    flags={},
+    fixed={},
+)
 _BY_NUMBER = ((1, "gate"), (2, "down"), (3, "up"))
 _LFM2_MOE = GgufFamily(
     "lfm2_moe",
@@ -369,4 +407,26 @@ _LFM2_MOE = GgufFamily(
     varies_heads=True,
     cutting="lfm2",
 )
-RECURRENT: tuple[GgufFamily, ...] = (_LFM2_MOE, _QWEN3_NEXT, QWEN3_5_MOE, _GRANITE_HYBRID, _JAMBA, _NEMOTRON_H)
+_LFM2 = replace(
+    _LFM2_MOE,
+    model_type="lfm2",
+    architecture="lfm2",
+    is_moe=False,
+    is_square=True,
+    fixed={},
+    computes={"conv_bias": (False,)},
+)
+_QWEN3_5 = replace(QWEN3_5_MOE, model_type="qwen3_5_text", architecture="qwen35", is_moe=False)
+RECURRENT: tuple[GgufFamily, ...] = (
+    _LFM2_MOE,
+    _LFM2,
+    _QWEN3_NEXT,
+    QWEN3_5_MOE,
+    _QWEN3_5,
+    _GRANITE_HYBRID,
+    _GRANITE_HYBRID_DENSE,
+    _JAMBA,
+    replace(_JAMBA, is_moe=False),
+    _NEMOTRON_H,
+    _NEMOTRON_H_DENSE,
+)

@@ -1,13 +1,13 @@
-"""Dense families, and those whose router weighs experts by a softmax, as llama.cpp computes them."""
+"""Families whose router weighs experts by a softmax, as llama.cpp computes them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moetool.format.gguf.dense import GRANITE_DENSE, MISTRAL
 from moetool.format.gguf.family import GgufFamily, head_norms, without_experts
 from moetool.format.gguf.routing import (
     ALL_BIASES,
-    GRANITE,
     IF_RENORMALIZED,
     INNER_BIASES,
     N_SHARED,
@@ -26,18 +26,7 @@ from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_IN_TWO
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
-_LLAMA = replace(_MISTRAL, model_type="llama", biases=ALL_BIASES)
-_GRANITE = replace(_LLAMA, model_type="granite", architecture="granite", multipliers=GRANITE)
-DENSE: tuple[GgufFamily, ...] = (
-    _LLAMA,
-    _MISTRAL,
-    GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
-    GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
-    _GRANITE,
-)
-
-_MIXTRAL = replace(_MISTRAL, model_type="mixtral", is_moe=True)
+_MIXTRAL = replace(MISTRAL, model_type="mixtral", is_moe=True)
 _QWEN2_MOE = GgufFamily(
     "qwen2_moe",
     "qwen2moe",
@@ -80,7 +69,7 @@ _QWEN3_VL_MOE = replace(
     has_deep_stack=True,
     is_read=False,
 )
-_GRANITE_MOE = replace(_GRANITE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
+_GRANITE_MOE = replace(GRANITE_DENSE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
 
 
 def _other_bases(config: "PreTrainedConfig") -> str | None:
@@ -145,6 +134,59 @@ _DEEPSEEK_OCR2 = GgufFamily(
     remark=_moves_keys_wrongly,
     cutting="deepseek-v3",
 )
+
+
+def _bound_of_logits(config: "PreTrainedConfig") -> float:
+    """Of Gemma 4: 0 for none, where llama.cpp takes 30 if a file says nothing."""
+    return float(config.final_logit_softcapping or 0.0)
+
+
+_GEMMA4 = GgufFamily(
+    "gemma4_text",
+    "gemma4",
+    is_moe=True,
+    has_head_norms=True,
+    has_two_widths=True,
+    varies_heads=True,
+    experts_key="num_experts",
+    width_key=EXPERT_WIDTH,
+    window_period=0,
+    needs_windows=True,
+    names={
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+        "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+        "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+        **{f"post_feedforward_layernorm_{one}.weight": f"post_ffw_norm_{one}.weight" for one in (1, 2)},
+        **without_experts("mlp"),
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "layer_scalar": "layer_output_scale.weight",
+    },
+    derived={"final_logit_softcapping": _bound_of_logits},
+    fixed={"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
+    computes={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_size_per_layer_input": (0, None),
+        "num_kv_shared_layers": (0,),
+        "use_double_wide_mlp": (False,),
+    },
+    pieces="gemma4",
+)
+_GRANITE_MOE_SWA = replace(
+    _GRANITE_MOE,
+    model_type="granitemoe_swa",
+    architecture="granite_swa",
+    is_read=False,
+    has_shared=True,
+    shared=SHARED_IN_TWO,
+    shared_width="shared_intermediate_size",
+    names={"self_attn.sinks": "attn_sinks.weight"},
+    window_period=0,
+    needs_windows=True,
+    turns_by_layer=True,
+    objection=_other_bases,
+)
 OF_SOFTMAX: tuple[GgufFamily, ...] = (
     _MIXTRAL,
     _QWEN2_MOE,
@@ -165,20 +207,8 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
     ),
     _GRANITE_MOE,
     replace(_GRANITE_MOE, model_type="granitemoeshared", has_shared=True, shared_width="shared_intermediate_size"),
-    replace(
-        _GRANITE_MOE,
-        model_type="granitemoe_swa",
-        architecture="granite_swa",
-        is_read=False,
-        has_shared=True,
-        shared=SHARED_IN_TWO,
-        shared_width="shared_intermediate_size",
-        names={"self_attn.sinks": "attn_sinks.weight"},
-        window_period=0,
-        needs_windows=True,
-        turns_by_layer=True,
-        objection=_other_bases,
-    ),
+    _GRANITE_MOE_SWA,
+    replace(_GRANITE_MOE_SWA, model_type="granite_swa", is_moe=False, has_shared=False, shared_width=None),
     GgufFamily(
         "ernie4_5_moe",
         "ernie4_5-moe",
@@ -250,38 +280,8 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         windows_turn_alike=True,
         cutting="cohere2moe",
     ),
-    GgufFamily(
-        "gemma4_text",
-        "gemma4",
-        is_moe=True,
-        has_head_norms=True,
-        has_two_widths=True,
-        varies_heads=True,
-        experts_key="num_experts",
-        width_key=EXPERT_WIDTH,
-        window_period=0,
-        needs_windows=True,
-        names={
-            "post_attention_layernorm.weight": "post_attention_norm.weight",
-            "pre_feedforward_layernorm.weight": "ffn_norm.weight",
-            "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
-            "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
-            **{f"post_feedforward_layernorm_{one}.weight": f"post_ffw_norm_{one}.weight" for one in (1, 2)},
-            **without_experts("mlp"),
-            "router.scale": "ffn_gate_inp.scale",
-            "router.per_expert_scale": "ffn_down_exps.scale",
-            "layer_scalar": "layer_output_scale.weight",
-        },
-        multipliers={"final_logit_softcapping": "final_logit_softcapping"},
-        fixed={"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
-        computes={
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "hidden_size_per_layer_input": (0, None),
-            "num_kv_shared_layers": (0,),
-            "use_double_wide_mlp": (False,),
-        },
-        pieces="gemma4",
-    ),
+    _GEMMA4,
+    replace(_GEMMA4, is_moe=False),
     _DEEPSEEK_OCR2,
     replace(
         _DEEPSEEK_OCR2,

@@ -23,6 +23,9 @@ SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
 SHARED_IN_TWO: Mapping[Role, str] = MappingProxyType({**SHARED_EXPERT, "gate": SHARED_EXPERT["up"]})  # gate before up
 EXPERT_BIASES: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.bias" for role in ("gate", "up", "down")})
 EMBEDDINGS, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_ROPE_FACTORS: Mapping[str, str] = MappingProxyType(
+    {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
+)
 # Entries of `config.json` and keys of the metadata, after the name of the architecture: whole numbers, then fractions.
 COUNTS: Mapping[str, str] = MappingProxyType(
     {
