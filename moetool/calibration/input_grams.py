@@ -41,10 +41,10 @@ class InputGramCollector(GramsInSets):
         owned: Owned | None = None,
         at_once: int | None = None,
         *,
-        slopes: bool = False,
+        slopes: SlopeSamples | None = None,
     ) -> None:
         super().__init__(shape, device, owned, at_once, GRAM_DTYPE)
-        self.slopes = SlopeSamples() if slopes else None
+        self.slopes = slopes
         if self.slopes is not None and (at_once is None or at_once >= shape.experts):
             self.slopes.hold(range(shape.experts))
         width, self.each_down = shape.intermediate, keeps_each_down(shape)
@@ -69,6 +69,10 @@ class InputGramCollector(GramsInSets):
             self._down.add_to_all(activation)
         elif self._whole_down is not None:
             self._whole_down.add(activation)
+
+    def at(self, position: int) -> None:
+        if self.slopes is not None:
+            self.slopes.at(position)
 
     def hold(self, experts: range) -> None:
         for grams in (self.inputs, self._down):

@@ -9,6 +9,7 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_gradients import load_moment, metric_path
 from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
+from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
@@ -64,7 +65,8 @@ class CodingText:
     def grams(self, calibrated: CalibratedJob, layer: int, module: nn.Module, owned: Owned) -> InputGramCollector:
         """Run the text through a loaded layer and measure what its experts are given."""
         shape, device = calibrated.source.experts.shape, calibrated.job.device
-        grams = InputGramCollector(shape, device, owned, self.experts_at_once, slopes=self.in_turn)
+        slopes = SlopeSamples.within(calibrated.sweep, shape) if self.in_turn else None
+        grams = InputGramCollector(shape, device, owned, self.experts_at_once, slopes=slopes)
         calibrated.sweep.forward(layer, module, [grams])
         return grams
 

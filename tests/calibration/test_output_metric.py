@@ -93,5 +93,6 @@ def test_always_positive_definite(slopes: dict[Role, Tensor], scale: float) -> N
 def test_an_expert_that_no_token_reached_has_the_metric_of_down_alone() -> None:
     metric = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), lambda: None)
     assert metric.rows("up") is None
-    assert metric.moved("up", {"gate": torch.ones(WIDTH, 2)}) is None
+    matrix = torch.ones(WIDTH, 2)
+    assert metric.target("up", matrix, {"gate": matrix}) is matrix
     assert metric.rows("down") is not None

@@ -1,9 +1,13 @@
 """Evenly spaced codes: what they lose, and the words that other engines read."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from moetool.compiled import compiler
+from moetool.numerics.compiled_rounding import CompiledRounding
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.whole_codes import WHOLE_BITS, feed_back_whole, pack_words, quantize_whole
 
@@ -88,6 +92,25 @@ def test_feedback_loses_less_in_the_output_and_in_no_row_more(bits: int) -> None
 
     assert bool((lost(chosen) <= lost(nearest) * (1 + 1e-5)).all())
     assert float(lost(chosen).sum()) < 0.5 * float(lost(nearest).sum())
+
+
+@pytest.mark.parametrize("bits", WHOLE_BITS)
+def test_compiled_codes_are_those_of_torch(
+    bits: int, make_gram: Callable[[int, float], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those that lie between two numbers but for rounding, and what these move."""
+    if compiler.problem():
+        pytest.skip("there is no compiler")
+    matrix = torch.randn(70, 128, generator=torch.Generator().manual_seed(bits))
+    gram = make_gram(128, 1e4)
+    feedback = Feedback.of(gram)
+    assert feedback is not None
+    nearest, scales = quantize_whole(matrix, bits, 32, torch.bfloat16, importance=gram.diagonal())
+    compiled = feed_back_whole(matrix, nearest, scales, bits, feedback)
+    monkeypatch.setattr(CompiledRounding, "is_compiled", False)
+    plain = feed_back_whole(matrix, nearest, scales, bits, feedback)
+    assert int((compiled != plain).sum()) < 0.01 * matrix.numel()
+    assert not compiled.equal(nearest)
 
 
 def test_what_counts_more_is_nearer() -> None:

@@ -19,6 +19,7 @@ from moetool.calibration.output_gradients import OutputGradients, load_moment, m
 from moetool.calibration.peers import Owned
 from moetool.calibration.recorded import spread
 from moetool.calibration.routed_tokens import RoutedTokens
+from moetool.calibration.slopes import SlopeSamples
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import place
 from moetool.compress.encoded_layers import Encoding
@@ -192,7 +193,7 @@ class MixedLayers:
             self.job.device,
             owned,
             self._calibrated.experts_at_once,
-            slopes=keep and self._options.in_turn,
+            slopes=SlopeSamples.within(sweep, self._reader.shape) if keep and self._options.in_turn else None,
         )
         sweep.forward(layer, module, [grams, *others], keep=keep)
         return grams

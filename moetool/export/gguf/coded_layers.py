@@ -19,6 +19,7 @@ from moetool.architectures import Role
 from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
 from moetool.calibration.output_gradients import load_moment, metric_path
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
+from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends
@@ -69,9 +70,9 @@ class ProjectionGrams:
 
 
 def grams_of_experts(
-    source: GgufSource, layer: int, device: torch.device, *, slopes: bool = False
+    source: GgufSource, layer: int, device: torch.device, *, slopes: SlopeSamples | None = None
 ) -> InputGramCollector | None:
-    """A collector of the inputs of a layer's experts, and of the slopes of their activations if these are asked for;
+    """A collector of the inputs of a layer's experts, and of the `slopes` of their activations, if it is given those;
     `None` for a layer without."""
     if source.experts is None or layer not in source.experts.moe_layers:
         return None
@@ -125,7 +126,7 @@ class CodedLayers:
         named = {path: names for path, names in named.items() if names}
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
         # Where types are chosen, gradients were taken, and rows are coded in turn.
-        experts = grams_of_experts(source, layer, job.device, slopes=self._ends is not None)
+        experts = grams_of_experts(source, layer, job.device, slopes=SlopeSamples() if self._ends is not None else None)
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
