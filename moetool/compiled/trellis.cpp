@@ -2,6 +2,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <vector>
+#if defined(__AVX512DQ__)
+#include <immintrin.h>
+#endif
 
 namespace {
 // Numbers of one segment: their least costs of reaching each state, and where each came from.
@@ -84,26 +87,76 @@ void paths(const float* x, long lines, long count, int window, long segment, con
 }  // namespace
 
 namespace {
+// How survivors of a search go on: state n of `states` comes from n / BRANCHES + STEMS · from[n].
+template <int BITS> struct Step {
+  static constexpr int BRANCHES = 1 << BITS, STATES = 256, STEMS = STATES / BRANCHES;
+  int32_t came[STATES];
+#if defined(__AVX512DQ__)
+  static constexpr int EACH = 16 / BRANCHES;  // stems of 16 states, of which there are as many predecessors
+  int32_t near[STATES];
+
+  static __m128 two(const float* low, const float* high) {
+    return _mm_loadh_pi(_mm_loadl_pi(_mm_setzero_ps(), (const __m64*)low), (const __m64*)high);
+  }
+  static __m512 predecessors(const float* from) {
+    if constexpr (BITS == 1)
+      return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(from)), _mm256_loadu_ps(from + STEMS), 1);
+    __m512 found = _mm512_setzero_ps();
+    if constexpr (BITS == 2) {
+      found = _mm512_castps128_ps512(_mm_loadu_ps(from));
+      found = _mm512_insertf32x4(found, _mm_loadu_ps(from + STEMS), 1);
+      found = _mm512_insertf32x4(found, _mm_loadu_ps(from + 2 * STEMS), 2);
+      found = _mm512_insertf32x4(found, _mm_loadu_ps(from + 3 * STEMS), 3);
+    }
+    if constexpr (BITS == 3) {
+      found = _mm512_castps128_ps512(two(from, from + STEMS));
+      found = _mm512_insertf32x4(found, two(from + 2 * STEMS, from + 3 * STEMS), 1);
+      found = _mm512_insertf32x4(found, two(from + 4 * STEMS, from + 5 * STEMS), 2);
+      found = _mm512_insertf32x4(found, two(from + 6 * STEMS, from + 7 * STEMS), 3);
+    }
+    return found;
+  }
+#endif
+  void take(const uint8_t* from) {
+    for (int n = 0; n < STATES; n++) came[n] = n / BRANCHES + STEMS * from[n];
+#if defined(__AVX512DQ__)
+    for (int n = 0; n < STATES; n++) near[n] = n % 16 / BRANCHES + EACH * from[n];
+#endif
+  }
+  // What states had, by the states that come of them.
+  void go(const float* before, float* after) const {
+#if defined(__AVX512DQ__)
+    if (BITS < 4) {
+      for (int n = 0; n < STATES; n += 16)
+        _mm512_storeu_ps(after + n, _mm512_permutexvar_ps(_mm512_loadu_si512(near + n), predecessors(before + n / BRANCHES)));
+      return;
+    }
+#endif
+    for (int n = 0; n < STATES; n++) after[n] = before[came[n]];
+  }
+};
+
 // The path of numbers whose errors move the ones after them, [count, count] `links`: a survivor of the search goes by the
 // errors that it has made itself. Numbers were divided by `scales` [count], and their squares count by `pivots` [count].
 template <int BITS>
 void linked(const float* x, long count, int begin, const float* values, const float* links, long stride,
             const float* scales, const float* pivots, uint8_t* symbols, float* found) {
   constexpr int BRANCHES = 1 << BITS, STATES = 256, STEMS = STATES / BRANCHES;
-  std::vector<float> errors(count * STATES), agreed(count);
+  std::vector<float> held(2 * count * STATES), agreed(count);  // errors by state, before a step and after it
+  float *errors = held.data(), *others = errors + count * STATES;
   std::vector<uint8_t> origins(count * STATES);
-  float costs[STATES], next[STATES], moved[STATES], cost_of[STATES], moved_of[STATES], kept[STATES];
-  int32_t came[STATES];
+  float costs[STATES], next[STATES], moved[STATES], cost_of[STATES], moved_of[STATES];
+  Step<BITS> step;
   std::fill(costs, costs + STATES, 1e30f);
   costs[begin] = 0;
   long recent = 0;  // the first number whose errors survivors do not all have in common
   for (long t = 0; t < count; t++) {
     const float inverse = scales[t] > 0 ? 1 / scales[t] : 1;
     for (; recent < t; recent++) {
-      const float* own = errors.data() + recent * STATES;
-      int others = 0;
-      for (int p = 0; p < STATES; p++) others += own[p] != own[0];
-      if (others) break;
+      const float* own = errors + recent * STATES;
+      int apart = 0;
+      for (int p = 0; p < STATES; p++) apart += own[p] != own[0];
+      if (apart) break;
       agreed[recent] = own[0];
     }
     float common = x[t];
@@ -111,7 +164,7 @@ void linked(const float* x, long count, int begin, const float* values, const fl
     std::fill(moved, moved + STATES, common);
     for (long k = recent; k < t; k++) {
       const float link = links[k * stride + t] * scales[k] * inverse;
-      const float* own = errors.data() + k * STATES;
+      const float* own = errors + k * STATES;
       for (int p = 0; p < STATES; p++) moved[p] += link * own[p];
     }
     const float weight = pivots[t] * scales[t] * scales[t];
@@ -131,13 +184,10 @@ void linked(const float* x, long count, int begin, const float* values, const fl
         from[n] = better ? (uint8_t)s : from[n];
       }
     }
-    for (int n = 0; n < STATES; n++) came[n] = n / BRANCHES + STEMS * from[n];
-    for (long k = recent; k < t; k++) {
-      float* own = errors.data() + k * STATES;
-      for (int n = 0; n < STATES; n++) kept[n] = own[came[n]];
-      std::copy(kept, kept + STATES, own);
-    }
-    float* own = errors.data() + t * STATES;
+    step.take(from);
+    for (long k = recent; k < t; k++) step.go(errors + k * STATES, others + k * STATES);
+    std::swap(errors, others);
+    float* own = errors + t * STATES;
     for (int n = 0; n < STATES; n++) own[n] = x[t] - values[n];
     const float least = *std::min_element(next, next + STATES);
     for (int n = 0; n < STATES; n++) costs[n] = next[n] - least;
