@@ -164,11 +164,12 @@ def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> Non
     assert f"eval {made} --data bundled" in after_stage("compress", result, CalibrationOptions())
 
 
-def test_an_export_without_a_tokenizer_cannot_be_talked_with(tmp_path: Path) -> None:
+def test_an_export_without_a_tokenizer_cannot_be_talked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.has_tokenizer", False)
     result = Result(
         stage="gguf", input=str(tmp_path), output="made", seconds=1.0, peak_memory_bytes=1, details=Details()
     )
-    assert after_stage("export", result).endswith("verify made/model.gguf")
+    assert after_stage("export", result).endswith("verify made")
     packed = replace(result, stage="compressed-tensors", output=str(tmp_path))
     assert after_stage("export", packed).endswith(f"verify {tmp_path}")
 
@@ -215,6 +216,8 @@ def test_what_comes_next(
 ) -> None:
     """A whole command that this machine can run, with the names of files that are there or that are free."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.has_tokenizer", True)
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.is_read", True)
     (tmp_path / "a model-tuned").mkdir()
     options = RunOptions.model_validate({}) if stage == "gguf" else CalibrationOptions(calibration="a text")
     result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, details=Details())
