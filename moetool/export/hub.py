@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from moetool.checkpoint.digests import files_of
 from moetool.checkpoint.files import TEMPORARY
-from moetool.checkpoint.names import WEIGHTS
+from moetool.checkpoint.names import WEIGHTS, WORK_DIRECTORY
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
-from moetool.job.books import WORK_DIRECTORY
 from moetool.job.progress import Progress
 from moetool.job.result import Printed
 from moetool.measure.verification import verify_files
