@@ -51,12 +51,20 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     if command == "moefy" and skips and not is_repaired and _fits(_REPAIRING * size):
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
-        seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
+        windows = ("--sequence-length", str(typed)) if (typed := _typed_length(options)) else ()
+        original = getattr(options, "to", given)  # repair's
+        seen = line("eval", made, "--data", text, *windows, "--against", original)
         return f"{seen}    # what it was calibrated on: it loses more on other text"
     if command == "compress":
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
         return f"{seen}    # what it lost, by kind of text"
     return line("generate", made, PROMPT)
+
+
+def _typed_length(options: Options | None) -> int | None:
+    """Tokens per window if they were typed: the text may be too short for more."""
+    is_typed = options is not None and "sequence_length" in options.model_fields_set
+    return getattr(options, "sequence_length", None) if is_typed else None
 
 
 def _lacks_tokenizer(model: str) -> bool:

@@ -156,6 +156,13 @@ def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:
     assert said.partition("    #")[0].endswith("eval made --data bundled --windows 8 --against in")
 
 
+def test_a_result_of_short_windows_is_evaluated_on_such() -> None:
+    """Its text may have too few tokens for a longer one."""
+    result = Result(stage="auto", input="in", output="made", seconds=1.0, peak_memory_bytes=1, details=Details())
+    said = after_stage("compress", result, CalibrationOptions(calibration="short.txt", sequence_length=64))
+    assert said.partition("    #")[0].endswith("eval made --data short.txt --sequence-length 64 --against in")
+
+
 def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> None:
     made = str(tmp_path)
     result = Result(stage="auto", input="in", output=made, seconds=1.0, peak_memory_bytes=1, details=Details())
