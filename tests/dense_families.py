@@ -93,9 +93,9 @@ DENSE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {"ffn_hidden_size": 64, "new_decoder_architecture": False, "bias": False}),
 }
 
-# Those that only moefy takes.
+# Those that only moefy takes, and OPT, whose networks are no modules of their own.
 MOEFY_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "opt": ("opt", derived_dense.DERIVED_DENSE["opt"]),
     "bert": ("bert", {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
 

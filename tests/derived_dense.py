@@ -108,6 +108,7 @@ DERIVED_DENSE: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**GATED, **DELTA, "linear_num_value_heads": 2, "layer_types": LINEAR},
     "openai-gpt": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     "persimmon": {"intermediate_size": 64, "hidden_dropout": 0.0},
     "qwen3_5_text": {**GATED, **DELTA, "head_dim": 8, "layer_types": LINEAR},
     "recurrent_gemma": {

@@ -40,11 +40,11 @@ def converted(file: Path, *, weights: bool = True) -> Path:
         ResourceError: there is no room for the checkpoint.
         UsageError: the library `gguf` is not installed.
     """
-    digest = _digest(file)
-    directory = _cache() / f"{file.stem}-{digest}{'' if weights else '-config'}"
+    here, digest = _here(file), _digest(file)
+    directory = _cache() / f"{here}-{digest}{'' if weights else '-config'}"
     if directory.is_dir():
         return directory
-    _tell_others(file.stem, digest)
+    _tell_others(file, here, digest)
     unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     found = GgufModel(file)
     try:
@@ -76,17 +76,22 @@ def _cache() -> Path:
     return Path(HF_HOME) / "moetool" / "gguf"
 
 
-def _tell_others(stem: str, digest: str) -> None:
-    """Say which conversions of files of that name are there, of other contents or by another moetool."""
-    ours = re.compile(rf"{re.escape(stem)}-(?!{digest})[0-9a-f]{{16}}(-config)?")
+def _here(file: Path) -> str:
+    """The name of a file and, since every export has the same, a digest of where it lies."""
+    return f"{file.stem}-{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:8]}"
+
+
+def _tell_others(file: Path, here: str, digest: str) -> None:
+    """Say which conversions there are of what lay there, of other contents or by another moetool."""
+    ours = re.compile(rf"{re.escape(here)}-(?!{digest})[0-9a-f]{{16}}(-config)?")
     left = sorted(path for path in _cache().glob("*") if ours.fullmatch(path.name) and path.is_dir())
     if left:
-        nbytes = sum(file.stat().st_size for path in left for file in path.rglob("*") if file.is_file())
+        nbytes = sum(found.stat().st_size for path in left for found in path.rglob("*") if found.is_file())
         named = " ".join(shlex.quote(str(path)) for path in left)
         _LOGGER.warning(
-            "%s of earlier conversions of %s.gguf are in the cache; what no job works on can go: rm -r %s",
+            "%s of earlier conversions of %s are in the cache; what no job works on can go: rm -r %s",
             format_bytes(nbytes),
-            stem,
+            file,
             named,
         )
 

@@ -116,7 +116,24 @@ class GgufModel:
         if self.written is not None:
             return self.written.family
         shared = bool(self._field(f"{self._start}.{SHARED_WIDTH}"))
-        return family_in_file(self._start, is_moe=bool(self._field(f"{self._start}.{EXPERT_COUNT}")), has_shared=shared)
+        is_moe = bool(self._field(f"{self._start}.{EXPERT_COUNT}"))
+        try:
+            return family_in_file(self._start, is_moe=is_moe, has_shared=shared)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{self.file} cannot be an input. {error}") from error
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the file can be an input: moetool writes files of more families than it reads."""
+        try:
+            return bool(self._family)
+        except InvalidInputError:
+            return False
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the file has a tokenizer, without which only programs that bring token ids can run it."""
+        return self._field(f"{_VOCABULARY}model") not in (None, "none", "no_vocab")
 
     @cached_property
     def _moe(self) -> Architecture | None:
@@ -259,6 +276,17 @@ class GgufModel:
                 f"{self._family.model_type}."
             )
 
+    @property
+    def names(self) -> Sequence[str]:
+        """All tensors, by their names in the file."""
+        return [*self._tensors]
+
+    def matrices(self, name: str) -> Iterator[Tensor]:
+        """A tensor in fp32; of a stack of experts one matrix after the other."""
+        shape = self._tensors[name].shape
+        for index in range(int(shape[-1])) if len(shape) > 2 else (None,):
+            yield self._read(name, index)
+
     def _settings(self, layer: int) -> Mapping[str, object]:
         """Entries of the config that hold for a layer, by its number; -1 stands for what lies outside of layers."""
         if self.written is None:
@@ -305,8 +333,7 @@ class GgufModel:
         return torch.from_numpy(numbers.astype("float32", copy=True)).view(shape)
 
     def _write_tokenizer(self, directory: Path) -> None:
-        kind = self._field(f"{_VOCABULARY}model")
-        if kind in (None, "none", "no_vocab"):
+        if not self.has_tokenizer:
             return
         from transformers import PreTrainedTokenizerFast
 
@@ -315,7 +342,7 @@ class GgufModel:
         except Exception as error:  # transformers knows some tokenizers only, and says so in many ways
             reason = " ".join(str(error).split())[:200]
             raise InvalidInputError(f"transformers cannot read the tokenizer of {self.file}: {reason}") from error
-        if kind == "gpt2":
+        if self._field(f"{_VOCABULARY}model") == "gpt2":
             self._cut_as_said(tokenizer.backend_tokenizer)
         tokenizer.save_pretrained(directory)
         file = directory / "tokenizer.json"

@@ -4,13 +4,15 @@ import json
 import shlex
 from pathlib import Path
 
-from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, PICKLES, SINGLE, UNFINISHED
+from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, PICKLES, SINGLE, UNFINISHED, WORK_DIRECTORY
 
 
 def without_config(path: Path) -> str:
     """A sentence that says what a directory without `config.json` holds, and what to give instead."""
     if (path / ADAPTER).exists():
         return _adapter_alone(path)
+    if (path / WORK_DIRECTORY).exists():
+        return f"{path} holds an unfinished run. Finish it: repeat its command with --resume."
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
         return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
     if not any(path.iterdir()):

@@ -14,11 +14,12 @@ MANIFEST = "moetool.json"
 COSTS = "moetool/costs.json"
 CARD = "README.md"
 ADAPTER = "adapter_config.json"  # of peft
+WORK_DIRECTORY = ".moetool"  # of a run that is not finished
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
 UNFINISHED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.tmp)?")
-WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", ".moetool"})
+WORK_DIRECTORIES = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints", WORK_DIRECTORY})
 
 
 def has_vocabulary(directory: Path) -> bool:

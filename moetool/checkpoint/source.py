@@ -53,11 +53,13 @@ def local_path(name: str | Path) -> Path:
 
     Raises:
         InvalidInputError: it is empty, or no system call would take it: it is too long, holds a NUL byte, leads through
-            a directory that may not be searched, or names a user that does not exist.
+            a directory that may not be searched, or names a user that does not exist; or it is not UTF-8, in which
+            safetensors takes paths.
     """
     if not str(name):
         raise InvalidInputError("An empty name is no path.")
     try:
+        str(name).encode()
         path = Path(name).expanduser()
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -164,7 +164,8 @@ def _score(score: TaskScore) -> str:
 
 
 def _text(result: Evaluation) -> str:
-    tokens = f"{result.windows:,} windows of {result.sequence_length} tokens"
+    windows = "one window" if result.windows == 1 else f"{result.windows:,} windows"
+    tokens = f"{windows} of {result.sequence_length} tokens"
     if result.begin:
         tokens += f", each after {result.begin}"
     return f"{result.data} ({tokens})"

@@ -182,4 +182,5 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
         meaning = re.sub(r" \[required.*\]$", "", (field and field.description) or "")
         return f"{flag} is required: {meaning}" if meaning else f"{flag} is required."
     said = problem["input"]
-    return f"{flag} {said if isinstance(said, str) else repr(said)}: {message}"
+    typed = ",".join(said) if isinstance(said, list) and all(isinstance(one, str) for one in said) else said
+    return f"{flag} {typed if isinstance(typed, str) else repr(typed)}: {message}"

@@ -38,7 +38,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         text = None  # what the model wrote itself is gone
     size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
-        return line("verify", str(Path(made) / MODEL)) if _lacks_tokenizer(given) else _after_gguf(Path(made))
+        return after_gguf(Path(made)) or line("verify", made)
     if result.stage == "compressed-tensors":
         return line("verify", made) if _lacks_tokenizer(made) else _after_packing(made)
     if (then := stages()[result.stage].next_command) is not None:
@@ -51,12 +51,20 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     if command == "moefy" and skips and not is_repaired and _fits(_REPAIRING * size):
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
-        seen = line("eval", made, "--data", text, "--against", getattr(options, "to", given))  # repair's original
+        windows = ("--sequence-length", str(typed)) if (typed := _typed_length(options)) else ()
+        original = getattr(options, "to", given)  # repair's
+        seen = line("eval", made, "--data", text, *windows, "--against", original)
         return f"{seen}    # what it was calibrated on: it loses more on other text"
     if command == "compress":
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
         return f"{seen}    # what it lost, by kind of text"
     return line("generate", made, PROMPT)
+
+
+def _typed_length(options: Options | None) -> int | None:
+    """Tokens per window if they were typed: the text may be too short for more."""
+    is_typed = options is not None and "sequence_length" in options.model_fields_set
+    return getattr(options, "sequence_length", None) if is_typed else None
 
 
 def _lacks_tokenizer(model: str) -> bool:
@@ -69,8 +77,14 @@ def _filled(word: str, given: str, made: str) -> str:
     return _free(filled) if "{new}" in word else filled
 
 
-def _after_gguf(made: Path) -> str:
-    """The program of llama.cpp that takes the file and what was measured for it; `generate`, where there is none."""
+def after_gguf(made: Path) -> str | None:
+    """The program of llama.cpp that takes the file and what was measured for it; `generate` or `chat`, where there is
+    none; `None` where these cannot run the file either."""
+    from moetool.checkpoint.gguf_model import GgufModel  # torch: seconds, and not for --help
+
+    file = GgufModel(made / MODEL)
+    if not file.has_tokenizer:
+        return None
     known = {"--imatrix": made / IMATRIX, "--tensor-type-file": made / TENSOR_TYPES}
     told = [word for option, file in known.items() if file.exists() for word in (option, str(file))]
     if told and shutil.which("llama-quantize"):
@@ -78,7 +92,9 @@ def _after_gguf(made: Path) -> str:
         return shlex.join(["llama-quantize", *told, str(made / MODEL), smaller, "Q4_K_M"])
     if shutil.which("llama-cli"):
         return shlex.join(["llama-cli", "-m", str(made / MODEL), "-p", PROMPT])
-    return line("generate", str(made / MODEL), PROMPT)
+    if file.is_read:
+        return line("generate", str(made / MODEL), PROMPT)
+    return line("chat", str(made)) if importlib.util.find_spec("llama_cpp") else None
 
 
 def _after_packing(made: str) -> str:

@@ -1,20 +1,20 @@
 """Upload of a checkpoint to the Hugging Face hub, after its files are checked."""
 
 import glob
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moetool.checkpoint.digests import files_of
 from moetool.checkpoint.files import TEMPORARY
-from moetool.checkpoint.names import WEIGHTS
+from moetool.checkpoint.names import WEIGHTS, WORK_DIRECTORY
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import first_line, local_path
 from moetool.errors import InvalidInputError, MoetoolError, UsageError
-from moetool.job.books import WORK_DIRECTORY
 from moetool.job.progress import Progress
 from moetool.job.result import Printed
-from moetool.measure.verification import verify_files
+from moetool.measure.verification import exported_gguf, verify_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    checkpoint = _finished(model)
+    checkpoint = _finished(model, repo)
     with _said_of(repo):
         validate_repo_id(repo)
     progress.log(f"Verifying {model}.")
@@ -101,12 +101,15 @@ def push(
     return Pushed(model=model, repo=repo, url=url, bytes=sum(file.bytes for file in files), files=files, notes=notes)
 
 
-def _finished(model: str) -> Checkpoint:
+def _finished(model: str, repo: str) -> Checkpoint:
     path = local_path(model)
     if not path.is_dir():
         raise UsageError(f"{model} is no directory: only a checkpoint that is here can be pushed.")
     if (path / WORK_DIRECTORY).exists():
         raise InvalidInputError(f"{model} holds an unfinished run. Finish it (--resume), then push.")
+    if exported_gguf(path) is not None:
+        line = shlex.join(["hf", "upload", repo, model, "--private"])
+        raise UsageError(f"{model} is an export to GGUF: only checkpoints can be pushed. {line} uploads it.")
     return Checkpoint.open(path)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moetool.checkpoint.files import fast_digest, storage_errors
+from moetool.checkpoint.names import WORK_DIRECTORY
 from moetool.job.ranks import Ranks
-
-WORK_DIRECTORY = ".moetool"
 
 
 class Outcome(NamedTuple):

@@ -12,10 +12,9 @@ from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from moetool.checkpoint.names import COSTS
+from moetool.checkpoint.names import COSTS, WORK_DIRECTORY
 from moetool.checkpoint.sealed import BROKEN_SEAL, read_sealed, write_sealed
 from moetool.errors import ResourceError
-from moetool.job.books import WORK_DIRECTORY
 from moetool.job.inputs import Inputs
 from moetool.job.memory import PeakMemory
 from moetool.job.plan import Plan, bytes_below

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from moetool.checkpoint.files import TEMPORARY, is_intact, place, storage_errors
 from moetool.checkpoint.identity import is_known_by_earlier
 from moetool.checkpoint.manifest import read_manifest
-from moetool.checkpoint.names import MANIFEST
+from moetool.checkpoint.names import MANIFEST, WORK_DIRECTORY
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
-from moetool.job.books import WORK_DIRECTORY, Books, Outcome
+from moetool.job.books import Books, Outcome
 from moetool.job.inputs import Inputs
 from moetool.job.journal import Journal, hand_on
 from moetool.job.lock import Lock

@@ -49,10 +49,11 @@ def generate(
 
     Raises:
         UsageError: the model is an encoder, or prompt and answer are longer than its positions.
-        InvalidInputError: model or tokenizer cannot be used.
+        InvalidInputError: model, tokenizer or prompt cannot be used.
         ResourceError: there is too little memory for the model.
         VerificationError: it gives NaN or infinity.
     """
+    check_unicode("The prompt", prompt)
     checkpoint = open_to_generate(path)
     tokenizer = load_tokenizer(checkpoint.path)
     ids = _encode(tokenizer, prompt, options.chat)
@@ -74,6 +75,15 @@ def generate(
         synthesized=synthesis.chosen,
         synthesis=SynthesisResult.of(synthesis),
     )
+
+
+def check_unicode(what: str, text: str) -> None:
+    """Raise `InvalidInputError` for a text with half of a surrogate pair, which no tokenizer takes: Python keeps a byte
+    that is not UTF-8 as one, and an escape in JSON may be one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{what} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
 
 
 def open_to_generate(path: str) -> Checkpoint:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moetool.measure.generation import check_unicode
+
 Write = Callable[[str], None]
 Turn = dict[str, str]  # role and content, as chat templates take them
 
@@ -49,6 +51,8 @@ class Conversation:
     messages: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Raise `InvalidInputError` for a system message that is not Unicode."""
+        check_unicode("The system message", self.system or "")
         self.reset()
 
     def reset(self) -> None:
@@ -60,9 +64,10 @@ class Conversation:
 
         Raises:
             UsageError: the conversation has become longer than the model's positions.
-            InvalidInputError: the chat template cannot write it.
+            InvalidInputError: the chat template cannot write it, or it is not Unicode.
             VerificationError: the model gives NaN or infinity.
         """
+        check_unicode("The message", text)
         start = time.perf_counter()
         asked = [*self.messages, {"role": "user", "content": text}]
         said, tokens = self.talker.answer(asked, write)

@@ -1,11 +1,13 @@
 """Fields of requests to `moetool serve`, in OpenAI's words: types and ranges of those that are read."""
 
+import json
 from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from moetool.errors import UsageError
+from moetool.measure.generation import check_unicode
 
 
 class ChatMessage(BaseModel):
@@ -49,7 +51,13 @@ class AskedResponse(AskedFor):
 
 
 def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
-    """Raise `UsageError` for a body that lacks a field, or has one of another type or out of range."""
+    """Check a body.
+
+    Raises:
+        UsageError: it lacks a field, or has one of another type or out of range.
+        InvalidInputError: its text is not Unicode.
+    """
+    check_unicode("The request", json.dumps(body, ensure_ascii=False))
     try:
         kind.model_validate(body)
     except ValidationError as error:

@@ -85,7 +85,7 @@ REFUSED_LATER = {"cpmant": "its layers see more than the tokens of a text: a pro
 def dense_types() -> tuple[set[str], set[str]]:
     """Model types that are run through upcycle and moefy, and those that are run through moefy alone."""
     run = {own for own, _ in dense_families.DENSE_FAMILIES.values()} | set(derived_dense.DERIVED_DENSE)
-    return run, {own for own, _ in dense_families.MOEFY_FAMILIES.values()} | set(derived_dense.ENCODERS)
+    return run, ({own for own, _ in dense_families.MOEFY_FAMILIES.values()} | set(derived_dense.ENCODERS)) - run
 
 
 def dense_rows() -> Iterator[tuple[str, str]]:

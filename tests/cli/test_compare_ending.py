@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cli.commands.compare import best
+from moetool.cli.commands.compare import best, tables
 from moetool.cli.generate import build_options
 from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
@@ -42,3 +42,8 @@ def test_the_best_row_of_the_largest_ratio_is_made(tmp_path: Path, monkeypatch: 
         "--ratio": "0.85", "--calibration": "a.txt", "--samples": "64", "--include": "attention,embeddings"
     }  # fmt: skip
     assert best(compared(("there", None, None, 0.1)), []) == ["report", "there/there"]
+
+
+def test_nothing_that_was_made_is_no_table() -> None:
+    assert tables(compared()) == []
+    assert len(tables(compared(("d2moe", "d2moe", 0.4, 0.001)))) == 1

@@ -156,6 +156,13 @@ def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:
     assert said.partition("    #")[0].endswith("eval made --data bundled --windows 8 --against in")
 
 
+def test_a_result_of_short_windows_is_evaluated_on_such() -> None:
+    """Its text may have too few tokens for a longer one."""
+    result = Result(stage="auto", input="in", output="made", seconds=1.0, peak_memory_bytes=1, details=Details())
+    said = after_stage("compress", result, CalibrationOptions(calibration="short.txt", sequence_length=64))
+    assert said.partition("    #")[0].endswith("eval made --data short.txt --sequence-length 64 --against in")
+
+
 def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> None:
     made = str(tmp_path)
     result = Result(stage="auto", input="in", output=made, seconds=1.0, peak_memory_bytes=1, details=Details())
@@ -164,11 +171,12 @@ def test_a_result_without_a_tokenizer_cannot_be_evaluated(tmp_path: Path) -> Non
     assert f"eval {made} --data bundled" in after_stage("compress", result, CalibrationOptions())
 
 
-def test_an_export_without_a_tokenizer_cannot_be_talked_with(tmp_path: Path) -> None:
+def test_an_export_without_a_tokenizer_cannot_be_talked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.has_tokenizer", False)
     result = Result(
         stage="gguf", input=str(tmp_path), output="made", seconds=1.0, peak_memory_bytes=1, details=Details()
     )
-    assert after_stage("export", result).endswith("verify made/model.gguf")
+    assert after_stage("export", result).endswith("verify made")
     packed = replace(result, stage="compressed-tensors", output=str(tmp_path))
     assert after_stage("export", packed).endswith(f"verify {tmp_path}")
 
@@ -215,6 +223,8 @@ def test_what_comes_next(
 ) -> None:
     """A whole command that this machine can run, with the names of files that are there or that are free."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.has_tokenizer", True)
+    monkeypatch.setattr("moetool.checkpoint.gguf_model.GgufModel.is_read", True)
     (tmp_path / "a model-tuned").mkdir()
     options = RunOptions.model_validate({}) if stage == "gguf" else CalibrationOptions(calibration="a text")
     result = Result(stage=stage, input="in", output="a model", seconds=1.0, peak_memory_bytes=1, details=Details())

@@ -39,7 +39,7 @@ def test_without_new_tokens_there_is_no_speed_of_them(run_cli: RunCli, dense: Ca
     ("options", "code", "said"),
     [
         (("--lengths", "120,9", "--new-tokens", 9), 2, "120 tokens and 9 new ones are more than the 128 positions of"),
-        (("--batch", "1,x"), 2, "write whole numbers above 0, with commas between them"),
+        (("--batch", "1,x"), 2, "--batch 1,x: write whole numbers above 0, with commas between them"),
         (("--against", "nowhere"), 3, "nowhere"),
         (("--keep", 0.5), 2, "this model is not moefied"),
         (("--plot", "bench.gif"), 2, "a picture's name ends in .png, .svg, .pdf"),

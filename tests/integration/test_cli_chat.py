@@ -66,6 +66,18 @@ def test_a_script_ends_where_the_conversation_does_not_fit(
     assert "positions: begin a new one (/reset)" in result.stderr
 
 
+def test_text_that_is_not_utf8(run_cli: RunCli, tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stray = b"caf\xe9\n"
+    for arguments in (("chat",), ("generate", "-")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stray), encoding="utf-8"))
+        result = run_cli(arguments[0], tiny_mixtral, *arguments[1:])
+        assert (result.code, "is not UTF-8" in result.stderr) == (3, True), result.stderr
+    text = stray.decode(errors="surrogateescape")
+    for arguments in (("chat", tiny_mixtral, "--system", text), ("generate", tiny_mixtral, text)):
+        result = run_cli(*arguments)
+        assert (result.code, "is not UTF-8" in result.stderr) == (3, True), result.stderr
+
+
 @pytest.mark.parametrize("command", ["chat", "serve"])
 def test_what_is_no_model_or_generates_nothing(
     run_cli: RunCli, dense: Callable[..., Path], tmp_path: Path, command: str

@@ -249,6 +249,7 @@ def test_files_that_cannot_be_read(run_cli: Any, models: dict[str, Path], tmp_pa
     (tmp_path / "odd.gguf").write_bytes(whole.replace(b"llama", b"mamba"))
     result = run_cli("inspect", tmp_path / "odd.gguf")
     assert result.code == 3
+    assert f"{tmp_path / 'odd.gguf'} cannot be an input. " in result.stderr
     assert "moetool reads" in result.stderr
 
 
@@ -357,7 +358,16 @@ def test_files_are_converted_again_by_another_moetool(
     assert second.fingerprint() == first.fingerprint()
     (record,) = caplog.records
     assert f"rm -r {first.path}" in record.getMessage()
-    assert "of earlier conversions of model.gguf" in record.getMessage()
+    assert f"of earlier conversions of {file} are" in record.getMessage()
+
+
+def test_conversions_of_other_files_of_that_name_are_no_earlier_ones(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, cache: Path, caplog: Any
+) -> None:
+    for family in ("mixtral", "olmoe"):
+        export(run_cli, models[family], tmp_path / family)
+        assert Checkpoint.open(tmp_path / family / "model.gguf").path.is_relative_to(cache)
+    assert not caplog.records
 
 
 def test_the_directory_of_an_export_is_verified(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -114,6 +114,30 @@ def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp
             assert re.sub(r"\.(weight|bias|scale)$", "", base) in own, tensor.name
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_an_export_that_moetool_does_not_read_is_verified(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By its digests and numbers; what comes next of it is a command that this machine can run."""
+    out = tmp_path / "out"
+    monkeypatch.setattr("shutil.which", lambda program: "/bin/moetool" if program == "moetool" else None)
+    monkeypatch.setattr("moetool.cli.next_step.importlib.util.find_spec", lambda library: None)
+    said = run_cli("export", model(name), out, "--format", "gguf", "--type", "f32").stderr.splitlines()[-1]
+    assert said == f"next: moetool verify {out}"
+    found = run_cli("verify", out, "--json")
+    assert found.code == 0, found.stderr
+    assert found.json["tensors"] == len(gguf.GGUFReader(out / "model.gguf").tensors)
+    assert "does not read" in found.json["notes"][0]
+    assert "next: " not in run_cli("verify", out).stderr
+    content = bytearray((out / "model.gguf").read_bytes())
+    content[-4:] = b"\xff" * 4
+    (out / "model.gguf").write_bytes(content)
+    damaged = run_cli("verify", out)
+    assert damaged.code == 5
+    assert "model.gguf" in damaged.stderr
+    assert "holds NaN or infinity" in damaged.stderr
+
+
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "gpt_oss", "deepseek_v3"])
 def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     """llama.cpp computes some tensors in fp32 alone, whatever they look like."""

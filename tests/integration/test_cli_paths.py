@@ -8,7 +8,8 @@ import pytest
 from moetool.errors import InvalidInputError, explained
 
 TOO_LONG = "x" * 300
-NAMES = {"too long": TOO_LONG, "deep": "y/" * 3000, "nobody": "~nobody-of-that-name/x", "nul": "a\0b"}
+STRAY = b"caf\xe9".decode(errors="surrogateescape")  # is not UTF-8
+NAMES = {"too long": TOO_LONG, "deep": "y/" * 3000, "nobody": "~nobody-of-that-name/x", "nul": "a\0b", "stray": STRAY}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -76,6 +76,11 @@ def test_what_is_unfinished_or_damaged_stays_here(run_cli: Any, small: Path, tmp
     assert (result.code, "model.safetensors" in result.stderr) == (5, True)
     assert run_cli("push", tmp_path / "nowhere", "me/model").code == 2
     assert run_cli("push", "owner/model", "me/model").code == 2
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    (exported / "model.gguf").touch()
+    result = run_cli("push", exported, "me/model")
+    assert (result.code, f"hf upload me/model {exported} --private" in result.stderr) == (2, True)
     assert hub.files == {}
 
 

@@ -193,7 +193,7 @@ def test_an_unfinished_output_is_no_checkpoint(run_cli, stopped, tmp_path, tiny_
     for command in (("inspect", output), ("verify", output), ("eval", output, "--data", tiny_text)):
         result = run_cli(*command)
         assert result.code == 3
-        assert str(output) in result.stderr
+        assert f"{output} holds an unfinished run" in result.stderr
 
 
 def test_an_unfinished_output_is_not_overwritten_by_mistake(run_cli, stopped, arguments, undisturbed, tmp_path):

@@ -74,6 +74,8 @@ def test_eval_for_people(run_cli, small, tiny_text):
     assert "5 windows of 64 tokens" in result.stdout
     assert re.search(r"^perplexity +\d+\.\d{4}$", result.stdout, re.M)
     assert "Evaluate" in result.stderr
+    result = run_cli("eval", small, "--data", tiny_text, "--sequence-length", 64, "--windows", 1)
+    assert "one window of 64 tokens" in result.stdout
 
 
 @pytest.mark.parametrize(

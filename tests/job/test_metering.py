@@ -3,9 +3,8 @@
 from contextlib import suppress
 from pathlib import Path
 
-from moetool.checkpoint.names import COSTS
+from moetool.checkpoint.names import COSTS, WORK_DIRECTORY
 from moetool.checkpoint.sealed import read_sealed, write_sealed
-from moetool.job.books import WORK_DIRECTORY
 from moetool.job.metering import JobCosts, Meter, read_costs
 from moetool.job.progress import Progress, phase
 from moetool.job.result import PhaseCost, PhaseTime

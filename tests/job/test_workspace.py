@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
+from moetool.checkpoint.names import WORK_DIRECTORY
 from moetool.errors import UsageError
-from moetool.job.books import WORK_DIRECTORY, PartBooks
+from moetool.job.books import PartBooks
 from moetool.job.inputs import Inputs
 from moetool.job.workspace import Workspace, check_finished, is_finished
 

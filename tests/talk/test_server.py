@@ -91,6 +91,7 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
         ("/v1/completions", {"prompt": PROMPT, "temperature": -1}, "temperature: .*greater than or equal to 0"),
         ("/v1/completions", {"prompt": PROMPT, "seed": "a"}, "seed: .*integer"),
         ("/v1/completions", {"prompt": PROMPT, "n": 3}, "n: "),
+        ("/v1/completions", {"prompt": "half of a pair: \ud83d"}, "not UTF-8"),
     ],
 )
 def test_what_cannot_be_answered(ask: Ask, route: str, body: dict[str, object], said: str) -> None:

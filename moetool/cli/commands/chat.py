@@ -1,7 +1,6 @@
 """Command line of `moetool chat`: a conversation with a model in the terminal."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 from moetool.cli import next_step
 from moetool.cli.display import Display
 from moetool.cli.generate import build_options, builder
+from moetool.cli.typed import standard_input
 from moetool.errors import MoetoolError
 from moetool.talk.checkpoint import CheckpointTalker
 from moetool.talk.conversation import Answer, Conversation, Talker
@@ -27,11 +27,12 @@ def build(
     """Run `moetool chat`: answer every line of the input until it ends."""
     options, display = build_options(ChatOptions, typed), Display()
     talker = _load(model, options, display)
-    conversation, is_terminal = Conversation(talker, options.system), sys.stdin.isatty()
+    conversation, lines = Conversation(talker, options.system), standard_input()
+    is_terminal = lines.isatty()
     if is_terminal:
         display.log(f"{_RESET} begins a new conversation, {_EXIT} ends; Ctrl-C breaks an answer off.")
     answers: list[Answer] = []
-    for text in _typed() if is_terminal else map(str.strip, sys.stdin):
+    for text in _typed() if is_terminal else map(str.strip, lines):
         if text == _EXIT:
             break
         if text == _RESET:

@@ -117,8 +117,11 @@ def headline(result: Compared) -> str:
 
 
 def tables(result: Compared) -> list[ComparedTable]:
-    """The table of one text; of several one of the KL divergence on each, and one of what else was measured there."""
+    """The table of one text; of several one of the KL divergence on each, and one of what else was measured there. None
+    where nothing was made."""
     rows = [row for row in result.rows if row.error is None]
+    if not rows:
+        return []
     if len(result.texts) < 2:
         return [ComparedTable(None, HEADERS, [cells(row) for row in rows])]
     names = short_names([text.name for text in result.texts])

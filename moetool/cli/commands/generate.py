@@ -1,6 +1,5 @@
 """Command line of `moetool generate`: prints what a model writes after a prompt."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -8,6 +7,7 @@ import typer
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, Display, print_json
 from moetool.cli.generate import build_options, builder
+from moetool.cli.typed import standard_input
 from moetool.measure.generation import GenerationOptions, generate
 
 
@@ -19,7 +19,7 @@ def build(
     **typed: object,
 ) -> None:
     """Run `moetool generate`, with the prompt from the command line or from stdin."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = standard_input().read() if prompt == "-" else prompt
     display = Display()
     result = generate(model, text, build_options(GenerationOptions, typed), display, None if json else _write)
     if json:

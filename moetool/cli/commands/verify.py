@@ -62,10 +62,10 @@ def build(
     if likeness is not None:
         print_texts(likeness.texts)
     print("ok")
-    if (file := exported_gguf(model)) is not None:
-        next_step.tell(next_step.line("generate", str(file), next_step.PROMPT))
-    else:
+    if (file := exported_gguf(model)) is None:
         next_step.tell(next_step.line("report", model, *(("--against", against) if against else ())))
+    elif (then := next_step.after_gguf(file.parent)) is not None:
+        next_step.tell(then)
 
 
 def _likeness(found: Likeness) -> list[tuple[str, str]]:

@@ -294,7 +294,8 @@ class MixingStage(Stage[MixingOptionsT]):
             bits = bits_left(self.source, output.nbytes)
             notes.append(note_on_including(kinds, including_saves(self.source), output.nbytes, bits))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
-            notes.append(f"Experts of {stored} layers stay as they are stored: that loses nothing, for its bytes.")
+            layers_stored = "one layer" if stored == 1 else f"{stored} layers"
+            notes.append(f"Experts of {layers_stored} stay as they are stored: that loses nothing, for its bytes.")
         return MixedResult(
             calibration=layers.facts, ratio=ratio, layers=layers.results(mix, with_schemes=several), notes=notes
         )

@@ -126,8 +126,8 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         if architecture.is_fused:
             raise InvalidInputError(
                 f"{architecture.name} has all experts of a layer in one tensor, {architecture.weights['down']}; "
-                "pack-quantized stores, and engines look for, a matrix for each expert. Export the others: "
-                "families with experts one by one, such as Mixtral or Qwen3-MoE."
+                "pack-quantized stores, and engines look for, a matrix for each expert. Take --format gguf, or "
+                "--format dense-experts in the original's size."
             )
         if shape.biases:
             raise InvalidInputError("These experts have biases, which engines that read packed experts leave out.")

@@ -1,0 +1,13 @@
+"""What a user types into standard input."""
+
+import sys
+from io import TextIOWrapper
+from typing import TextIO
+
+
+def standard_input() -> TextIO:
+    """Standard input. A byte that is not UTF-8 becomes half of a surrogate pair, in any locale, so that whoever reads
+    the text can refuse it."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
