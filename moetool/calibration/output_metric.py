@@ -12,13 +12,15 @@ in these: on a small Mixtral in 2 bits KL divergence was .93 times as large.
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.input_grams import InputGramCollector
-from moetool.calibration.output_gradients import root
+from moetool.calibration.output_gradients import load_moment, metric_path, root
 from moetool.checkpoint.experts import Weights
 from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
 
@@ -36,6 +38,13 @@ class LayerMetric:
         holds, and the down matrices among the `weights` of the layer's experts."""
         self._down, self._grams, self._shape, self._weights = OutputMetric(moment), grams, shape, weights
         self._root = root(moment).to(moment)
+
+    @classmethod
+    def of_layer(
+        cls, work: Path, layer: int, device: torch.device, grams: InputGramCollector, shape: MoEShape, weights: Weights
+    ) -> Self:
+        """Take the moment that was written for a layer to the directory `work`, and the rest as it is."""
+        return cls(load_moment(metric_path(work, layer), device), grams, shape, weights)
 
     def of(self, expert: int) -> "ExpertMetric":
         """Return how errors in one expert's matrices count together; an expert that no token reached has the metric of

@@ -32,7 +32,7 @@ class SlopeSamples:
 
     @classmethod
     def within(cls, sweep: Sweep, shape: MoEShape) -> Self:
-        """Samples of the windows that this process runs."""
+        """Make samples of the windows that this process runs of a sweep."""
         return cls(sweep.own.start * sweep.length * shape.top_k)
 
     def hold(self, experts: range) -> None:

@@ -278,7 +278,7 @@ class GgufModel:
 
     @property
     def names(self) -> Sequence[str]:
-        """All tensors, by their names in the file."""
+        """Return the names of all tensors in the file."""
         return [*self._tensors]
 
     def matrices(self, name: str) -> Iterator[Tensor]:

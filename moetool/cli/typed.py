@@ -1,4 +1,4 @@
-"""What a user types into standard input."""
+"""Standard input, read alike in any locale."""
 
 import sys
 from io import TextIOWrapper

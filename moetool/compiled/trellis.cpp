@@ -90,10 +90,9 @@ namespace {
 // How survivors of a search go on: state n of `states` comes from n / BRANCHES + STEMS · from[n].
 template <int BITS> struct Step {
   static constexpr int BRANCHES = 1 << BITS, STATES = 256, STEMS = STATES / BRANCHES;
-  int32_t came[STATES];
 #if defined(__AVX512DQ__)
   static constexpr int EACH = 16 / BRANCHES;  // stems of 16 states, of which there are as many predecessors
-  int32_t near[STATES];
+  static constexpr bool SHUFFLES = BITS < 4;
 
   static __m128 two(const float* low, const float* high) {
     return _mm_loadh_pi(_mm_loadl_pi(_mm_setzero_ps(), (const __m64*)low), (const __m64*)high);
@@ -116,23 +115,26 @@ template <int BITS> struct Step {
     }
     return found;
   }
+#else
+  static constexpr int EACH = STEMS;
+  static constexpr bool SHUFFLES = false;
 #endif
+  int32_t place[STATES];  // of each state's predecessor, among those of its 16 if they are shuffled, else among all
+
   void take(const uint8_t* from) {
-    for (int n = 0; n < STATES; n++) came[n] = n / BRANCHES + STEMS * from[n];
-#if defined(__AVX512DQ__)
-    for (int n = 0; n < STATES; n++) near[n] = n % 16 / BRANCHES + EACH * from[n];
-#endif
+    constexpr int AMONG = SHUFFLES ? 16 : STATES, APART = SHUFFLES ? EACH : STEMS;
+    for (int n = 0; n < STATES; n++) place[n] = n % AMONG / BRANCHES + APART * from[n];
   }
   // What states had, by the states that come of them.
   void go(const float* before, float* after) const {
 #if defined(__AVX512DQ__)
-    if (BITS < 4) {
+    if constexpr (SHUFFLES) {
       for (int n = 0; n < STATES; n += 16)
-        _mm512_storeu_ps(after + n, _mm512_permutexvar_ps(_mm512_loadu_si512(near + n), predecessors(before + n / BRANCHES)));
+        _mm512_storeu_ps(after + n, _mm512_permutexvar_ps(_mm512_loadu_si512(place + n), predecessors(before + n / BRANCHES)));
       return;
     }
 #endif
-    for (int n = 0; n < STATES; n++) after[n] = before[came[n]];
+    for (int n = 0; n < STATES; n++) after[n] = before[place[n]];
   }
 };
 

@@ -6,7 +6,6 @@ from typing import Self
 from torch import nn
 
 from moetool.calibration.input_grams import InputGramCollector
-from moetool.calibration.output_gradients import load_moment, metric_path
 from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.slopes import SlopeSamples
@@ -72,6 +71,5 @@ class CodingText:
 
     def metric(self, calibrated: CalibratedJob, layer: int, grams: InputGramCollector, weights: Weights) -> LayerMetric:
         """Read how errors in the matrices of a layer count together, if gradients were taken."""
-        job = calibrated.job
-        moment = load_moment(metric_path(job.work, layer), job.device)
-        return LayerMetric(moment, grams, calibrated.source.experts.shape, weights)
+        job, shape = calibrated.job, calibrated.source.experts.shape
+        return LayerMetric.of_layer(job.work, layer, job.device, grams, shape, weights)

@@ -37,7 +37,7 @@ from moetool.job.plan import Plan, calibration_cost
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, write_model
-from moetool.numerics.rotation import Rotation
+from moetool.numerics.rotation import rotated
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
@@ -319,15 +319,16 @@ def _encoded(
     for expert in chain.from_iterable(sets):
         given = grams if expert < routed else None
         own = metric.of(expert) if metric is not None and expert < routed else None
-        inputs, errors = dict[tuple[Role, ...], Measured](), dict[Role, Tensor]()
+        inputs, errors = dict[tuple[Role, ...], Measured](), dict[Role, Tensor]()  # gate and up have the same inputs
         for role in roles:
             if not owned.has(role, expert):
                 continue
             form, rotation = (layout.weights[role] or ())[expert], layout.input_rotation(role)
             if (group := shape.group(role)) not in inputs:
-                inputs[group] = _inputs(given, expert, role, rotation)
-            exact = deltas.target(role, expert, form)
-            exact = exact if rotation is None else rotation(exact)
+                inputs = {
+                    group: Measured() if given is None else Measured.on_inputs(given.gram(expert, role), rotation)
+                }
+            exact = rotated(deltas.target(role, expert, form), rotation)
             factors = reader.factors(layer, expert, role)
             basis = None if factors is None else factors[0].float().to(job.device)
             measured, target = replace(inputs[group], basis=basis), exact
@@ -343,14 +344,6 @@ def _encoded(
         owned.peers.all_reduce(squares_of_all)
     if owned.peers.is_first:
         save_tensors(_errors_path(job.work, layer), {str(role): own for role, own in found.items()})
-
-
-def _inputs(grams: InputGramCollector | None, expert: int, role: Role, rotation: Rotation | None) -> Measured:
-    """What an expert's matrices of a role are given, if that was measured."""
-    if grams is None:
-        return Measured()
-    gram = grams.gram(expert, role)
-    return Measured(gram if rotation is None else rotation.gram(gram)).with_feedback()
 
 
 def _errors(work: Path, layer: int) -> dict[Role, list[float]]:

@@ -108,7 +108,7 @@ class PackedLayers(EncodedLayers):
             for roles in reader.shape.groups:
                 if not owned.has(roles[0], expert):
                     continue
-                given = Measured(gram=grams.gram(expert, roles[0])).with_feedback()
+                given = Measured.on_inputs(grams.gram(expert, roles[0]))
                 for role in roles:
                     matrix = weights(expert, role).to(self._job.device).float()
                     target = own.target(role, matrix, errors)

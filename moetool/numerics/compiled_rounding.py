@@ -1,7 +1,8 @@
-"""Rounding of numbers in C++, one input after the other, each after what the errors of those before it add to it."""
+"""Rounding of numbers to codes, in torch or in C++, there after what errors of the inputs before add to them."""
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from moetool.compiled import compiler
@@ -23,6 +24,17 @@ class CompiledRounding:
             last: the highest whole number; with tables the last cell of each.
         """
         self._scales, self._inverse, self._first, self._last = scales, inverse, float(first), float(last)
+        self._value = torch.empty_like(scales[0])
+
+    def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
+        """Round `values` [n] under a group's scales to whole numbers: writes `codes` [n] uint8, returns the numbers
+        that they stand for.
+
+        The result is a buffer that the next call overwrites.
+        """
+        place = torch.mul(values, self._inverse[group], out=self._value).round_().clamp_(self._first, self._last)
+        codes.copy_(place - self._first)
+        return place.mul_(self._scales[group])
 
     @property
     def is_compiled(self) -> bool:

@@ -145,19 +145,15 @@ class Lookup(CompiledRounding):
         Raises:
             ValueError: 8 bits and others.
         """
-        self._whole = bits[0][0] == 8
         if len(bits) > 1 and any(own == 8 for own, _ in bits):
             raise ValueError("numbers of 8 bits are looked up by themselves")
         inverse = 1 / torch.where(scales > 0, scales, 1)
-        if self._whole:
+        if bits[0][0] == 8:
             super().__init__(scales, inverse, -127, 127)
-        else:
-            super().__init__(scales, inverse * _CELLS, _RANGE * _CELLS, 2 * _RANGE * _CELLS - 1)
-        self._value = torch.empty_like(scales[0])
-        self._index = torch.empty_like(self._value, dtype=torch.int32)
-        self._zero = torch.full_like(self._value, 0 if self._whole else _RANGE * _CELLS)
-        if self._whole:
             return
+        super().__init__(scales, inverse * _CELLS, _RANGE * _CELLS, 2 * _RANGE * _CELLS - 1)
+        self._index = torch.empty_like(self._value, dtype=torch.int32)
+        self._zero = torch.full_like(self._value, self._first)
         tables = [_table(own, scales.device) for own, _ in bits]
         self._tables = tables[0].nearest, tables[0].levels
         if len(bits) > 1:
@@ -170,17 +166,14 @@ class Lookup(CompiledRounding):
 
         The result is a buffer that the next call overwrites.
         """
-        place = torch.addcmul(self._zero, values, self._inverse[group], out=self._value)
         if self._tables is None:
-            place.round_().clamp_(-127, 127)
-            codes.copy_(self._index.copy_(place).add_(127))
-        else:
-            nearest, levels = self._tables
-            index = self._index.copy_(place.clamp_(0, 2 * _RANGE * _CELLS - 1))
-            if self._starts is not None:
-                index += self._starts
-            torch.index_select(nearest, 0, index, out=codes)
-            torch.index_select(levels, 0, index, out=place)
+            return super().nearest(values, group, codes)
+        place = torch.addcmul(self._zero, values, self._inverse[group], out=self._value)
+        index, (nearest, levels) = self._index.copy_(place.clamp_(0, self._last)), self._tables
+        if self._starts is not None:
+            index += self._starts
+        torch.index_select(nearest, 0, index, out=codes)
+        torch.index_select(levels, 0, index, out=place)
         return place.mul_(self._scales[group])
 
 

@@ -60,6 +60,11 @@ class Rotation:
         return torch.bmm(parts, second.expand(len(parts), *second.shape)).view(rows.shape).to(rows.dtype)
 
 
+def rotated(matrix: Tensor, rotation: Rotation | None) -> Tensor:
+    """Rotate the inputs of a matrix `[out, in]`, if there is a rotation."""
+    return matrix if rotation is None else rotation(matrix)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _signs(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -85,8 +85,8 @@ def feed_back_whole(matrix: Tensor, codes: Tensor, scales: Tensor, bits: int, fe
     feedback.check(matrix.shape[1])
     values = matrix.detach().float()
     errors = values.T.contiguous()[feedback.order]
-    nearest, whole = values - decode_whole(codes, scales), _Whole(scales.float().T.contiguous(), bits)
-    half = 2 ** (bits - 1)
+    nearest, half, own = values - decode_whole(codes, scales), 2 ** (bits - 1), scales.float().T.contiguous()
+    whole = CompiledRounding(own, 1 / torch.where(own != 0, own, torch.inf), -half, half - 1)
     from_zero = (codes.to(torch.int16) + half).to(torch.uint8)
     found = better_codes(errors, nearest, from_zero, whole, scales.shape[1], feedback)
     return (found.to(torch.int16) - half).to(torch.int8)
@@ -114,20 +114,6 @@ class WholeCodes(EachByItself):
             groups = part.matrix.detach().float().unflatten(1, (part.scales.shape[1], -1))
             codes = _nearest(groups, part.scales.float().unsqueeze(2), part.bits).flatten(1).to(torch.int8)
         return feed_back_whole(part.matrix, codes, part.scales, part.bits, feedback)
-
-
-class _Whole(CompiledRounding):
-    """Whole numbers times scales [groups, n] fp32; the lowest has the code 0."""
-
-    def __init__(self, scales: Tensor, bits: int) -> None:
-        inverse, half = 1 / torch.where(scales != 0, scales, torch.inf), 2 ** (bits - 1)
-        super().__init__(scales, inverse, -half, half - 1)
-        self._value = torch.empty_like(scales[0])
-
-    def nearest(self, values: Tensor, group: int, codes: Tensor) -> Tensor:
-        place = torch.mul(values, self._inverse[group], out=self._value).round_().clamp_(self._first, self._last)
-        codes.copy_(place - self._first)
-        return place.mul_(self._scales[group])
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:

@@ -1,12 +1,14 @@
 """Statistics of a matrix that its encoding uses, and thin factors that follow from them."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import Factorization, factorize, truncate
+from moetool.numerics.rotation import Rotation
 from moetool.numerics.row_feedback import RowMetric
 
 
@@ -35,6 +37,13 @@ class Measured:
     factorization: Factorization | None = None
     outputs: RowMetric | None = None
     keeps_size: bool = True
+
+    @classmethod
+    def on_inputs(cls, gram: Tensor, rotation: Rotation | None = None, *, keeps_size: bool = True) -> Self:
+        """Measure inputs by their Gram matrix `[in, in]`, rotated if there is a `rotation`, with the factors of error
+        feedback for several matrices that have them in common."""
+        gram = gram if rotation is None else rotation.gram(gram)
+        return cls(gram, feedback=Feedback.of(gram), keeps_size=keeps_size)
 
     @property
     def energy(self) -> Tensor | None:

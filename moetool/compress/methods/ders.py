@@ -65,7 +65,7 @@ class _Ders(Stage[DersT]):
 
     @property
     def _text(self) -> CodingText | None:
-        """The text, if codes are chosen on one."""
+        """Return the text that codes are chosen on; `None` where they are not chosen on a text."""
         return None
 
     def _base(self) -> GivenBase:

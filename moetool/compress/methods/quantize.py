@@ -157,7 +157,7 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @cached_property
     def _text(self) -> CodingText | None:
-        """The text, if codes are chosen on one."""
+        """Return the text that codes are chosen on; `None` where they are the nearest ones."""
         options = self.options
         if options.rounding == "nearest" or (options.bits or "").startswith(("nf", "int")):
             return None

@@ -15,12 +15,14 @@ from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
-from moetool.calibration.output_gradients import OutputGradients, load_moment, metric_path
+from moetool.calibration.output_gradients import OutputGradients, metric_path
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.recorded import spread
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.calibration.slopes import SlopeSamples
 from moetool.calibration.sweep import Sweep
+from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import place
 from moetool.compress.encoded_layers import Encoding
 from moetool.compress.mixing.choosing import FormLosses, Mix
@@ -173,16 +175,23 @@ class MixedLayers:
         job, calibrated, choice = self.job, self._calibrated, self._options.sensitivity
         base, weights = LayerBase.load(base_path(job.work, index)), calibrated.weights(index, layer)
         deltas = Deltas(weights, base, job.device)
-        outputs = load_moment(metric_path(job.work, index), job.device) if self._options.in_turn else None
         if self._refining is None:
             grams = self._grams(calibrated.sweep, index, layer, owned, keep=True)
-            yield from encoded(self._reader, deltas, layout, grams, choice, owned, None, outputs)
+            metric = self._metric(index, grams, weights)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned, None, metric)
             return
         with RoutedTokens(calibrated.sweep, index).kept() as examples:
             grams = self._grams(calibrated.sweep, index, layer, owned, examples, keep=True)
             native = calibrated.experts(layer)
             moved = LayerRefining(self._refining, index, native, weights, base, layout, examples)
-            yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved, outputs)
+            metric = self._metric(index, grams, weights)
+            yield from encoded(self._reader, deltas, layout, grams, choice, owned, moved, metric)
+
+    def _metric(self, layer: int, grams: InputGramCollector, weights: Weights) -> LayerMetric | None:
+        """How errors in the matrices of a layer's experts count together; `None` if each row counts by itself."""
+        if not self._options.in_turn:
+            return None
+        return LayerMetric.of_layer(self.job.work, layer, self.job.device, grams, self._reader.shape, weights)
 
     def _grams(
         self, sweep: Sweep, layer: int, module: nn.Module, owned: Owned, *others: Collector, keep: bool

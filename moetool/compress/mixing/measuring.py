@@ -23,7 +23,7 @@ from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
 from moetool.job.options import CalibrationOptions, IncludeOptions, KeepOptions, RunOptions, SizeOptions
-from moetool.numerics.rotation import Rotation
+from moetool.numerics.rotation import rotated
 from moetool.representations import Measured
 
 
@@ -103,8 +103,8 @@ def measure(
                 for scheme, deltas in schemes:
                     rotation, forms = scheme.input_rotation(shape, layer, role), scheme.forms[role]
                     if scheme.seed not in inputs:
-                        inputs[scheme.seed] = _inputs(gram, rotation, keeps_size=not refined)
-                    delta = _rotated(deltas.of(role, expert), rotation)
+                        inputs[scheme.seed] = Measured.on_inputs(gram, rotation, keeps_size=not refined)
+                    delta = rotated(deltas.of(role, expert), rotation)
                     key = scheme.name, max(form.directions for form in forms)
                     if key not in known:
                         known[key] = prepared(delta, forms, replace(inputs[scheme.seed], row_scale=counts.row_scale))
@@ -125,14 +125,6 @@ def loss_name(scheme: StorageScheme, role: Role, expert: int) -> str:
     return f"{scheme.identity}.{role}.{expert}"
 
 
-def _inputs(gram: Tensor, rotation: Rotation | None, *, keeps_size: bool) -> Measured:
-    return Measured(gram if rotation is None else rotation.gram(gram), keeps_size=keeps_size).with_feedback()
-
-
-def _rotated(matrix: Tensor, rotation: Rotation | None) -> Tensor:
-    return matrix if rotation is None else rotation(matrix)
-
-
 def encoded(
     reader: ExpertReader,
     deltas: Deltas,
@@ -141,7 +133,7 @@ def encoded(
     choice: Sensitivity,
     owned: Owned,
     refining: LayerRefining | None = None,
-    outputs: Tensor | None = None,
+    metric: LayerMetric | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Encode each delta of a layer that this process has, in its form of the layout.
 
@@ -153,34 +145,33 @@ def encoded(
         choice: how errors of outputs are weighed.
         owned: matrices that this process encodes; whole experts where they are refined.
         refining: optimizer that moves each expert's tensors after they are encoded.
-        outputs: how errors at the layer's output count together; `None` if no gradients were taken.
+        metric: how errors in the matrices of the layer count together; `None` if each row counts by itself.
 
     Yields:
         Tensors, by name relative to the experts.
     """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
-    seen = None if outputs is None else LayerMetric(outputs, grams, reader.shape, deltas.weights)
 
     def own(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
         inputs: dict[bool, Measured] = {}
         found, errors = {}, dict[Role, Tensor]()
-        metric = None if seen is None else seen.of(expert)
+        seen = None if metric is None else metric.of(expert)
         for role in reader.shape.roles:
             if not owned.has(role, expert):
                 continue
             form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
             rotation = layout.input_rotation(role)
-            exact = _rotated(deltas.target(role, expert, form), rotation)
+            exact = rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
                 found[role] = form.encode(exact, reader.dtype)
                 continue
-            target = exact if metric is None else metric.target(role, exact, errors)
+            target = exact if seen is None else seen.target(role, exact, errors)
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
             if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)
-                inputs = {role == "down": _inputs(gram, rotation, keeps_size=keeps_size)}
+                inputs = {role == "down": Measured.on_inputs(gram, rotation, keeps_size=keeps_size)}
             own = replace(inputs[role == "down"], row_scale=counts.row_scale)
-            own = own if metric is None else replace(own, outputs=metric.rows(role))
+            own = own if seen is None else replace(own, outputs=seen.rows(role))
             found[role] = form.encode(target, reader.dtype, prepared(target, [form], own))
             errors[role] = exact - form.decode(found[role], matrix, reader.dtype).to(exact)
         return found

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
-from moetool.calibration.output_gradients import load_moment, metric_path
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
@@ -143,8 +142,8 @@ class CodedLayers:
         assert reader is not None
         metric = None
         if grams.slopes is not None:
-            moment = load_moment(metric_path(self._job.work, layer), self._job.device)
-            metric = LayerMetric(moment, grams, reader.shape, partial(reader.dense, layer))
+            job, weights = self._job, partial(reader.dense, layer)
+            metric = LayerMetric.of_layer(job.work, layer, job.device, grams, reader.shape, weights)
         for roles in (reader.shape.entering, ("down",)):
             names = {role: name for role in roles if (name := layer_in_file(layer, EXPERTS[role])) in self._tensors}
             tensors = [self._tensors[name].parts() for name in names.values()]

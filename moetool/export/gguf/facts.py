@@ -119,7 +119,7 @@ class GgufFacts:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values of most layers."""
+        """Return the number of heads of keys and values that most layers have."""
         return self.family.key_heads(self.config)
 
     @cached_property

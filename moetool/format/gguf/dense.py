@@ -5,37 +5,27 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from moetool.format.gguf.family import (
     Change,
-    Config,
     GgufFamily,
-    changed,
     head_norms,
     norms_plus_one,
     nothing,
     plus_one,
-    transposed,
-    whole_numbers,
 )
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
-from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_Counted = Callable[[Config], tuple[int, int]]  # heads of queries and of keys
-_EPSILON = "attention.layer_norm_epsilon"
-_TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the same function, which llama.cpp calls GELU
-_GELU = (*_TANH_GELU, "gelu")
+EPSILON = "attention.layer_norm_epsilon"
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the same function, which llama.cpp calls GELU
+GELU = (*TANH_GELU, "gelu")
 _TIED: Mapping[str, tuple[object, ...]] = {"tie_word_embeddings": (True,)}
 _POST_NORMS = {**POST_ATTENTION, "post_feedforward_layernorm.weight": "post_ffw_norm.weight"}
-_NORM_BIASES = {
+NORM_BIASES = {
     "input_layernorm.bias": "attn_norm.bias",
     "post_attention_layernorm.bias": "ffn_norm.bias",
 }
@@ -44,12 +34,13 @@ _OUTPUT_NORM_BIAS = {"model.norm.bias": "output_norm.bias"}
 _GATE_UP = {"mlp.gate_up_proj.weight": "ffn_up.weight", "mlp.down_proj.weight": "ffn_down.weight"}
 
 
-def _pair(module: str, own: str) -> dict[str, str]:
-    """Names of the weight and the bias of a module."""
+def pair(module: str, own: str) -> dict[str, str]:
+    """Map the names of the weight and the bias of a module to those of a file."""
     return {f"{module}.{part}": f"{own}.{part}" for part in ("weight", "bias")}
 
 
-_UNGATED = {**_pair("mlp.up_proj", "ffn_up"), **_pair("mlp.down_proj", "ffn_down")}
+FULLY_CONNECTED = {**pair("mlp.c_fc", "ffn_up"), **pair("mlp.c_proj", "ffn_down")}
+_UNGATED = {**pair("mlp.up_proj", "ffn_up"), **pair("mlp.down_proj", "ffn_down")}
 
 MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
 _LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES)
@@ -84,7 +75,7 @@ def _other_gemma3(config: "PreTrainedConfig") -> str | None:
     return _other_gemma(62)(config)
 
 
-def _rounded_gelu(config: "PreTrainedConfig") -> str | None:
+def rounded_gelu(config: "PreTrainedConfig") -> str | None:
     if "gelu" not in (getattr(config, "hidden_act", None), getattr(config, "activation", None)):
         return None
     return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
@@ -102,8 +93,8 @@ _GEMMA = GgufFamily(
     "gemma",
     is_moe=False,
     changes=_gemma_norms(),
-    computes={"hidden_act": _GELU, "use_bidirectional_attention": (False, None), **_TIED, **UNBIASED},
-    remark=_rounded_gelu,
+    computes={"hidden_act": GELU, "use_bidirectional_attention": (False, None), **_TIED, **UNBIASED},
+    remark=rounded_gelu,
 )
 _GEMMA2 = replace(
     _GEMMA,
@@ -116,7 +107,7 @@ _GEMMA2 = replace(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    computes={**_GEMMA.computes, "hidden_activation": _TANH_GELU},
+    computes={**_GEMMA.computes, "hidden_activation": TANH_GELU},
     objection=_other_gemma2,
     remark=nothing,
 )
@@ -149,7 +140,7 @@ _COHERE = GgufFamily(
     is_moe=False,
     is_square=True,
     has_head_norms=True,
-    multipliers={"layer_norm_eps": _EPSILON, "logit_scale": "logit_scale"},
+    multipliers={"layer_norm_eps": EPSILON, "logit_scale": "logit_scale"},
     computes={**_TIED, **UNBIASED},
     objection=_other_cohere,
     cutting="command-r",
@@ -195,149 +186,6 @@ _GLM4 = GgufFamily(
     },
     dense=_GATE_UP,
     cutting="glm4",
-)
-
-
-def _by_kind(counted: _Counted, config: Config, rows: Tensor) -> Tensor:
-    """Rows of each head of keys, behind those of its queries and before those of its values, as all queries, all keys
-    and all values."""
-    heads, keys = counted(config)
-    groups = rows.unflatten(0, (keys, heads // keys + 2, -1))
-    return torch.cat([groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)])
-
-
-def _by_head(counted: _Counted, config: Config, rows: Tensor) -> Tensor:
-    """Undo `_by_kind`."""
-    heads, keys = counted(config)
-    queries, turned, values = rows.unflatten(0, (heads + 2 * keys, -1)).split([heads, keys, keys])
-    return torch.cat([queries.unflatten(0, (keys, -1)), turned[:, None], values[:, None]], dim=1).flatten(0, 2)
-
-
-def _rearranged(module: str, counted: _Counted) -> dict[str, Change]:
-    """The changes of a module that makes queries, keys and values head by head."""
-    weight, bias = (
-        changed(f"attn_qkv.{part}", partial(_by_kind, counted), partial(_by_head, counted))
-        for part in ("weight", "bias")
-    )
-    return {f"{module}.weight": replace(weight, keeps_inputs=True), f"{module}.bias": bias}
-
-
-def _as_many(key: str, config: Config) -> tuple[int, int]:
-    """Heads of queries and of keys, where there are as many; `key` is their entry."""
-    [heads] = whole_numbers(config, key)
-    return heads, heads
-
-
-def _heads_of_falcon(config: Config) -> tuple[int, int]:
-    heads, keys = whole_numbers(config, "num_attention_heads", "num_kv_heads")
-    return heads, keys if config["new_decoder_architecture"] or not config["multi_query"] else 1
-
-
-_FULLY_CONNECTED = {**_pair("mlp.c_fc", "ffn_up"), **_pair("mlp.c_proj", "ffn_down")}
-_FOUR_TIMES = {**_pair("mlp.dense_h_to_4h", "ffn_up"), **_pair("mlp.dense_4h_to_h", "ffn_down")}
-_ELSEWHERE = ("model.embed_tokens.weight", "model.norm.weight")
-_GPT_NEOX = GgufFamily(
-    "gpt_neox",
-    "gptneox",
-    is_moe=False,
-    is_partial=True,
-    needs_head=True,
-    layer="gpt_neox.layers.{layer}",
-    names={**_NORM_BIASES, **_pair("attention.dense", "attn_output")},
-    outside={
-        **dict.fromkeys((*_ELSEWHERE, "lm_head.weight"), ""),
-        "gpt_neox.embed_in.weight": EMBEDDINGS,
-        **_pair("gpt_neox.final_layer_norm", "output_norm"),
-        "embed_out.weight": HEAD,
-    },
-    dense=_FOUR_TIMES,
-    changes=_rearranged("attention.query_key_value", partial(_as_many, "num_attention_heads")),
-    multipliers={"layer_norm_eps": _EPSILON},
-    flags={"use_parallel_residual": "use_parallel_residual"},
-    computes={"hidden_act": _GELU, "attention_bias": (True,)},
-    remark=_rounded_gelu,
-)
-_QUERY_KEY_VALUE = "self_attention.query_key_value"
-_BLOOM = GgufFamily(
-    "bloom",
-    "bloom",
-    is_moe=False,
-    layer="transformer.h.{layer}",
-    names={**_NORM_BIASES, **_pair("self_attention.dense", "attn_output")},
-    outside={
-        **dict.fromkeys(_ELSEWHERE, ""),
-        "transformer.word_embeddings.weight": EMBEDDINGS,
-        **_pair("transformer.word_embeddings_layernorm", "token_embd_norm"),
-        **_pair("transformer.ln_f", "output_norm"),
-    },
-    dense=_FOUR_TIMES,
-    changes=_rearranged(_QUERY_KEY_VALUE, partial(_as_many, "n_head")),
-    multipliers={"layer_norm_epsilon": _EPSILON},
-    derived={"context_length": lambda config: int(getattr(config, "seq_length", 2048))},
-    computes={"apply_residual_connection_post_layernorm": (False,)},
-    cutting="bloom",
-)
-_FALCON = GgufFamily(
-    "falcon",
-    "falcon",
-    is_moe=False,
-    layer="transformer.h.{layer}",
-    names={
-        **_NORM_BIASES,
-        **_pair("ln_attn", "attn_norm_2"),
-        **_pair("ln_mlp", "attn_norm"),
-        "self_attention.dense.weight": "attn_output.weight",
-    },
-    outside={
-        **dict.fromkeys(_ELSEWHERE, ""),
-        "transformer.word_embeddings.weight": EMBEDDINGS,
-        **_pair("transformer.ln_f", "output_norm"),
-    },
-    dense=_FOUR_TIMES,
-    changes=_rearranged(_QUERY_KEY_VALUE, _heads_of_falcon),
-    key_heads=lambda config: _heads_of_falcon(config.to_dict())[1],
-    multipliers={"layer_norm_epsilon": _EPSILON},
-    computes={"activation": _GELU, "alibi": (False,), "parallel_attn": (True,), "bias": (False,)},
-    remark=_rounded_gelu,
-    cutting="falcon",
-)
-_GPT_LAYER = {
-    **_pair("ln_1", "attn_norm"),
-    **_pair("ln_2", "ffn_norm"),
-    **_pair("attn.c_attn", "attn_qkv"),
-    **_pair("attn.c_proj", "attn_output"),
-}
-_GPT_BIGCODE = GgufFamily(
-    "gpt_bigcode",
-    "starcoder",
-    is_moe=False,
-    layer="transformer.h.{layer}",
-    names=_GPT_LAYER,
-    outside={
-        **dict.fromkeys(_ELSEWHERE, ""),
-        "transformer.wte.weight": EMBEDDINGS,
-        "transformer.wpe.weight": "position_embd.weight",
-        **_pair("transformer.ln_f", "output_norm"),
-    },
-    dense=_FULLY_CONNECTED,
-    multipliers={"layer_norm_epsilon": _EPSILON},
-    computes={"activation_function": _TANH_GELU, "scale_attn_weights": (True,), "multi_query": (True,)},
-)
-_GPT2 = replace(
-    _GPT_BIGCODE,
-    model_type="gpt2",
-    architecture="gpt2",
-    changes={
-        name: transposed(own)
-        for name, own in {**_GPT_LAYER, **_FULLY_CONNECTED}.items()
-        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    },
-    computes={
-        "activation_function": _TANH_GELU,
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
 )
 DENSE: tuple[GgufFamily, ...] = (
     _LLAMA,
@@ -388,11 +236,11 @@ DENSE: tuple[GgufFamily, ...] = (
         is_moe=False,
         is_square=True,
         biases=ALL_BIASES,
-        names=_NORM_BIASES,
+        names=NORM_BIASES,
         outside=_OUTPUT_NORM_BIAS,
-        dense=_FULLY_CONNECTED,
-        multipliers={"norm_epsilon": _EPSILON},
-        computes={"hidden_act": _TANH_GELU, "use_bias": (True,)},
+        dense=FULLY_CONNECTED,
+        multipliers={"norm_epsilon": EPSILON},
+        computes={"hidden_act": TANH_GELU, "use_bias": (True,)},
     ),
     GgufFamily(
         "stablelm",
@@ -402,9 +250,9 @@ DENSE: tuple[GgufFamily, ...] = (
         is_partial=True,
         needs_head=True,
         biases=INNER_BIASES,
-        names=_NORM_BIASES,
+        names=NORM_BIASES,
         outside=_OUTPUT_NORM_BIAS,
-        multipliers={"layer_norm_eps": _EPSILON},
+        multipliers={"layer_norm_eps": EPSILON},
         computes={"qk_layernorm": (False,)},
         cutting="stablelm2",
     ),
@@ -448,11 +296,11 @@ DENSE: tuple[GgufFamily, ...] = (
         is_partial=True,
         needs_head=True,
         biases=ALL_BIASES,
-        names=_NORM_BIASES,
+        names=NORM_BIASES,
         outside=_OUTPUT_NORM_BIAS,
         dense=_UNGATED,
         changes=norms_plus_one("ffn_norm.weight"),
-        multipliers={"norm_eps": _EPSILON},
+        multipliers={"norm_eps": EPSILON},
         computes={"hidden_act": ("relu2",)},
     ),
     replace(
@@ -483,7 +331,7 @@ DENSE: tuple[GgufFamily, ...] = (
         is_interleaved=True,
         is_square=True,
         multipliers={"clip_qkv": "attention.clamp_kqv"},
-        fixed={_EPSILON: 1e-5},
+        fixed={EPSILON: 1e-5},
         computes=UNBIASED,
     ),
     GgufFamily(
@@ -496,21 +344,16 @@ DENSE: tuple[GgufFamily, ...] = (
         biases=INNER_BIASES,
         names={
             "input_layernorm.bias": "attn_norm.bias",
-            **_pair("self_attn.dense", "attn_output"),
+            **pair("self_attn.dense", "attn_output"),
         },
         outside={
             "model.norm.weight": "",
-            **_pair("model.final_layernorm", "output_norm"),
+            **pair("model.final_layernorm", "output_norm"),
             "lm_head.bias": "output.bias",
         },
-        dense={**_pair("mlp.fc1", "ffn_up"), **_pair("mlp.fc2", "ffn_down")},
-        multipliers={"layer_norm_eps": _EPSILON},
-        computes={"hidden_act": _TANH_GELU, "qk_layernorm": (False,)},
+        dense={**pair("mlp.fc1", "ffn_up"), **pair("mlp.fc2", "ffn_down")},
+        multipliers={"layer_norm_eps": EPSILON},
+        computes={"hidden_act": TANH_GELU, "qk_layernorm": (False,)},
     ),
     replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
-    _GPT_NEOX,
-    _BLOOM,
-    _FALCON,
-    _GPT_BIGCODE,
-    _GPT2,
 )

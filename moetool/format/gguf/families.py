@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moetool.architectures.base import Settings, experts_told
 from moetool.errors import InvalidInputError
+from moetool.format.gguf.before_llama import BEFORE_LLAMA
 from moetool.format.gguf.compressed import OF_COMPRESSED
 from moetool.format.gguf.dense import DENSE
 from moetool.format.gguf.family import GgufFamily
@@ -22,6 +23,7 @@ from moetool.format.gguf.streams import OF_STREAMS
 
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *DENSE,
+    *BEFORE_LLAMA,
     *OF_SOFTMAX,
     *OF_LATENT,
     *OF_SIGMOID,

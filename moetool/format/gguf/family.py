@@ -40,7 +40,7 @@ def nothing(_: object) -> None:
 
 
 def _key_heads(config: "PreTrainedConfig") -> int:
-    """As many as of queries, where a config does not say."""
+    """Return the number of heads of keys, that of queries where a config does not say."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
