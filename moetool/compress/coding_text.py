@@ -9,10 +9,11 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.slopes import SlopeSamples
-from moetool.checkpoint.experts import ExpertReader, Weights
+from moetool.checkpoint.experts import Weights
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.job.calibrated import CalibratedJob
+from moetool.job.including import included_bytes, included_shapes
 from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import calibration_cost, experts_at_once
@@ -43,15 +44,17 @@ class CodingText:
             return None
         cost = calibration_cost(source, options, text, gradients=in_turn)
         codes = Measuring.codes(source.experts.shape, in_turn=in_turn)
-        memory = cost.layer_memory(source.experts, codes, gradients=in_turn)
+        beside = Measuring.beside(included_shapes(source) if in_turn else [])
+        memory = cost.layer_memory(source.experts, codes, beside, gradients=in_turn)
         return cls(text, in_turn, cost, memory, experts_at_once(memory, options))
 
-    def scratch(self, reader: ExpertReader) -> int:
+    def scratch(self, source: Source) -> int:
         """Most bytes of the work directory that the text takes on its way."""
+        reader = source.experts
         forward = self.cost.forward_scratch(reader, self.experts_at_once)
         if not self.in_turn:
             return forward
-        metrics = 4 * reader.shape.hidden**2 * len(reader.moe_layers)
+        metrics = 4 * reader.shape.hidden**2 * len(reader.moe_layers) + included_bytes(source)
         return metrics + max(forward, self.cost.backward_scratch(reader, self.experts_at_once))
 
     def opened(self, job: Job) -> CalibratedJob:

@@ -28,9 +28,10 @@ from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.results import EncodedLayer, LayersResult
 from moetool.costs.building_blocks import moe_size
-from moetool.costs.phases import encoding_phases
+from moetool.costs.phases import encoding_phases, with_codes_beside
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.including import included_shapes
 from moetool.job.job import Job, Source, to_cpu
 from moetool.job.options import Options, RunOptions
 from moetool.job.plan import Plan, calibration_cost
@@ -233,21 +234,18 @@ def encoding_plan(
     scratch = bases + encoded_bytes(reader, output, options.shard_size)
     memory = cost.layer_memory(reader)
     if text is not None:
-        scratch += text.scratch(reader)
+        scratch += text.scratch(source)
         memory, details["experts_at_once"] = text.memory, at_once
+    in_turn = text is not None and text.in_turn
+    size = moe_size(reader, at_once)
+    phases = encoding_phases(cost if text else None, size, layouts, output, in_turn=in_turn)
     return Plan(
         stage=stage,
         input_bytes=source.checkpoint.weight_bytes,
         output_bytes=output,
         scratch_bytes=scratch,
         memory_bytes=memory.nbytes(at_once),
-        phases=encoding_phases(
-            cost if text else None,
-            moe_size(reader, at_once),
-            layouts,
-            output,
-            in_turn=text is not None and text.in_turn,
-        ),
+        phases=with_codes_beside(phases, cost, included_shapes(source)) if in_turn else phases,
         details={"layers": len(layouts), "experts": reader.shape.experts, **details},
     )
 

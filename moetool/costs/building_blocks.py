@@ -4,7 +4,7 @@ Products and decompositions follow from the maths; what cannot be derived stands
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
@@ -15,7 +15,8 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.coefficients import COEFFICIENTS
-from moetool.numerics.work import Precision, Work
+from moetool.numerics.work import Precision, Work, altogether
+from moetool.representations.quantized import WHOLE, QuantizedMatrix
 from moetool.runtime.dense import DenseModel
 
 
@@ -239,6 +240,15 @@ def output_moments(cost: CalibrationCost, size: ModelSize) -> Work:
     """The work of summing the second moments of the gradients at the output of every layer's experts, in fp64."""
     tokens = cost.samples * cost.length * size.moe_layers
     return Work(products={"float64": COEFFICIENTS.narrow * tokens * size.hidden**2 / 2})
+
+
+def codes_beside(cost: CalibrationCost, layers: Sequence[Sequence[tuple[int, int]]]) -> Work:
+    """The work of summing the second moments of the inputs of matrices `[out, in]` beside the experts, those of a layer
+    with inputs of one width together, and of choosing their codes by these."""
+    inputs = sum(width**2 for matrices in layers for width in {columns for _, columns in matrices})
+    given = Work(products={"float32": COEFFICIENTS.narrow * cost.samples * cost.length * inputs / 2})
+    form = QuantizedMatrix(WHOLE, 0)
+    return given + altogether(form.work(matrix, fed_back=True) for matrices in layers for matrix in matrices)
 
 
 def merging(size: ModelSize) -> Work:

@@ -1,5 +1,6 @@
 """Peak memory of going through a model layer by layer, and how many experts of a layer that leaves room for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moetool.architectures import MoEShape
@@ -77,6 +78,14 @@ class Measuring:
                 3 * LINKED_ROWS * min(LINKED_ROWS, max(shape.hidden, shape.intermediate)) + shape.expert_parameters
             )
         return cls(means, grams, work + 4 * shape.expert_parameters)
+
+    @classmethod
+    def beside(cls, layers: Sequence[Sequence[tuple[int, int]]]) -> "Measuring":
+        """The measurement of Gram matrices for codes of matrices `[out, in]` beside the experts, with error feedback,
+        one after the other in each layer."""
+        widths = [{columns for _, columns in matrices} for matrices in layers]
+        grams = max((sum(GRAM_DTYPE.itemsize * width**2 for width in own) for own in widths), default=0)
+        return cls(grams, work=4 * 5 * max((max(own, default=0) ** 2 for own in widths), default=0))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from moetool.costs.building_blocks import (
     ModelSize,
     calibration_backward,
     calibration_forward,
+    codes_beside,
     dense_size,
     factor_grams,
     fisher,
@@ -178,6 +179,13 @@ def output_phases(cost: CalibrationCost, size: ModelSize) -> Phases:
     """The phases of gradients that say how errors at the output of each layer's experts count together."""
     few = gradient_cost(cost)
     return gradient_phases(few, size, output_moments(few, size))
+
+
+def with_codes_beside(phases: Phases, cost: CalibrationCost, layers: Sequence[Sequence[tuple[int, int]]]) -> Phases:
+    """The phases of a job that begins with gradients, and on their way chooses the codes of matrices `[out, in]` beside
+    the experts, by layer."""
+    first, *others = phases
+    return replace(first, work=first.work + codes_beside(gradient_cost(cost), layers)), *others
 
 
 def decomposing_phases(size: ModelSize, layouts: Mapping[int, LayerLayout], written: int) -> Phases:

@@ -1,7 +1,7 @@
 """Forward and reverse passes of a job over its calibration text, journaled layer by layer."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from moetool.calibration.windows import DrawnWindows, OwnText, check_tokens, dra
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
+from moetool.job.included_codes import IncludedCodes, hand_on
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.own_text import blank_text, own_text
@@ -178,6 +179,7 @@ class CalibratedJob:
         """A copy for a `part` of the job, with its text and model; hidden states go to the part's work directory."""
         other = copy(self)
         other.job, other.sweep = part, self.sweep.within(part.work)
+        hand_on(self.job.work, part.work)
         return other
 
     def note_text(self) -> None:
@@ -191,8 +193,10 @@ class CalibratedJob:
         assert isinstance(self.job.source, Source)
         return self.job.source
 
-    def _finish(self, unit: str, sweep: Sweep, *spent: ActivationFile, **told: str | float) -> None:
-        self.job.finish(unit, digests=sweep.digests, spent=[file.path for file in spent], told=told)
+    def _finish(
+        self, unit: str, sweep: Sweep, *spent: ActivationFile, made: Iterable[Path] = (), **told: str | float
+    ) -> None:
+        self.job.finish(unit, made=made, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
     def forward_pass(self, visit: Visit, layers: Collection[int] | None = None, *, name: str = "") -> "ForwardPass":
         """The whole text on its way through the model, one layer after the other; `name` tells passes of a job apart.
@@ -220,11 +224,13 @@ class CalibratedJob:
 
         On the way back `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, and runs it
         backwards itself (`gradient_sweep.backward`). `passes` is how many times it goes over the text, for the progress
-        bar. `head` stands in for `gradient_sweep.head`, which it calls, to see what comes and goes there.
+        bar. `head` stands in for `gradient_sweep.head`, which it calls, to see what comes and goes there. The codes of
+        what the job includes beside its experts are chosen on the way.
         """
         job, sweep = self.job, self.gradient_sweep
         visited = set(self.source.experts.moe_layers if layers is None else layers)
-        count, lowest = self.model.layer_count, min(visited)
+        codes = IncludedCodes(job, sweep) if isinstance(job.source, Source) and job.source.included else None
+        count, lowest = self.model.layer_count, 0 if codes and codes.sees_embeddings else min(visited)
         between = stretch(count)
         last = (count - 1) // between * between  # from here on all are still there when the way back begins
         self.note_text()
@@ -234,11 +240,12 @@ class CalibratedJob:
                 self._finish("gradients/embed", sweep)
             for index in range(count):
                 spent = [sweep.hidden(index)] if index % between and index < last else []
-                self._run_forward(f"gradients/forward/{index}", index, *spent)
+                self._run_forward(f"gradients/forward/{index}", index, *spent, codes=codes)
         again = {index - 1 for index in range(lowest - lowest % between, last) if index % between}
         with phase(job.progress, "Backward", (1 + len(again) + passes * (count - lowest)) * sweep.batch_count):
             if job.together("head", sweep.batch_count):
-                self._finish("head", sweep, sweep.hidden(count), loss=(head or sweep.head)())
+                head = head or (sweep.head if codes is None else codes.head)
+                self._finish("head", sweep, sweep.hidden(count), loss=head())
             for index in range(count - 1, lowest - 1, -1):
                 if not job.together(f"reverse/{index}", passes * sweep.batch_count):
                     continue
@@ -253,6 +260,8 @@ class CalibratedJob:
                         sweep.backward(index, layer)
                 self._finish(f"reverse/{index}", sweep, sweep.gradient(index + 1), sweep.hidden(index))
             job.progress.skip(len(again) * sweep.batch_count)  # an earlier run went back through their stretches
+            if codes and codes.sees_embeddings and job.together("gradients/tables"):
+                self._finish("gradients/tables", sweep, made=codes.tables())
         job.meet()
 
     def measure_outputs(self) -> None:
@@ -268,12 +277,16 @@ class CalibratedJob:
 
         self.reverse(visit, 1)
 
-    def _run_forward(self, unit: str, index: int, *spent: ActivationFile) -> None:
-        """Run one layer on the text that gradients are taken on, if that is not done."""
+    def _run_forward(self, unit: str, index: int, *spent: ActivationFile, codes: IncludedCodes | None = None) -> None:
+        """Run one layer on the text that gradients are taken on, if that is not done, and choose `codes` of it."""
         if self.job.together(unit, self.gradient_sweep.batch_count):
+            made: list[Path] = []
             with self.model.layer(index) as layer:
-                self.gradient_sweep.forward(index, layer)
-            self._finish(unit, self.gradient_sweep, *spent)
+                if codes is None:
+                    self.gradient_sweep.forward(index, layer)
+                else:
+                    made = codes.forward(index, layer)
+            self._finish(unit, self.gradient_sweep, *spent, made=made)
 
     @property
     def facts_with_loss(self) -> CalibrationFacts:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
@@ -21,8 +23,9 @@ from moetool.format.beside import (
     weight_of,
 )
 from moetool.format.kinds.base import PLACEHOLDER
-from moetool.job.job import Input, Source
+from moetool.job.job import Input, Job, Source, to_cpu
 from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options
+from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.quantized import QuantizedMatrix
 
 _MUCH = 0.03  # share of a result
@@ -89,6 +92,26 @@ def worth_including(source: Source, output: int) -> tuple[str, ...]:
     return tuple(saves) if is_much and bits_left(source, output) < FEW_BITS else ()
 
 
+def included_shapes(source: Source) -> list[list[tuple[int, int]]]:
+    """Shapes `[out, in]` of the matrices that are included, layer by layer; of those outside of all layers last."""
+    prefixes = [source.architecture.layer_prefix(layer) for layer in range(source.architecture.layers)]
+    found: list[list[tuple[int, int]]] = [[] for _ in (*prefixes, "")]
+    for module in source.included:
+        owner = next((layer for layer, prefix in enumerate(prefixes) if module.startswith(prefix)), -1)
+        rows, columns = source.checkpoint.info(weight_of(module)).shape
+        found[owner].append((rows, columns))
+    return found
+
+
+def included_bytes(source: Source) -> int:
+    """Bytes of the codes and scales of all that is included."""
+    infos = {module: source.checkpoint.info(weight_of(module)) for module in source.included}
+    return sum(
+        form.nbytes((infos[module].shape[0], infos[module].shape[1]), infos[module].dtype)
+        for module, form in source.included.items()
+    )
+
+
 def _weights(source: Source, kind: str) -> dict[str, TensorInfo]:
     """Headers of the matrices of a kind that are stored in 16 or 32 bits, by the module that holds them."""
     names = quantizable(source.architecture, source.architecture.layers)[kind]
@@ -123,18 +146,32 @@ def included_specs(source: Source, spec: TensorSpec) -> list[TensorSpec]:
     return [TensorSpec(*part) for part in (*parts, (spec.name, spec.dtype, PLACEHOLDER))]
 
 
-def included_tensors(source: Source, written: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the place of those that are quantized, of those whose names are `written`."""
+def included_tensors(job: Job[Source], written: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the place of those that are quantized, of those whose names are `written`: with the codes that
+    were chosen on a text, or the nearest."""
+    source = job.source
     for module, form in source.included.items():
         if (weight := weight_of(module)) in written:
-            dtype = source.checkpoint.tensors[weight].dtype
-            yield weight, torch.zeros(PLACEHOLDER, dtype=dtype)
-            for tensor, made in _encoded(source.checkpoint, weight, form).items():
-                yield quantized_name(weight, tensor), made
+            yield weight, torch.zeros(PLACEHOLDER, dtype=source.checkpoint.tensors[weight].dtype)
+            path = included_path(job.work, module)
+            made = load_file(path) if path.exists() else encoded(source.checkpoint, weight, form)
+            for tensor in TENSORS:
+                yield quantized_name(weight, tensor), made[tensor]
 
 
-def _encoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> dict[str, Tensor]:
-    """Codes and scales of a matrix, some rows of which are in memory at a time."""
+def included_path(work: Path, module: str) -> Path:
+    """The file in which the codes of a module that were chosen on a text wait until they are written to the result."""
+    return work / f"included-{module}.safetensors"
+
+
+def encoded(
+    checkpoint: Checkpoint, weight: str, form: QuantizedMatrix, measured: Measured = NOTHING
+) -> dict[str, Tensor]:
+    """Codes and scales of a matrix, by its `measured` inputs if there are any. Some rows are in memory at a time.
+
+    Raises:
+        InvalidInputError: the matrix has values that are not finite.
+    """
     info = checkpoint.info(weight)
     rows, columns = info.shape
     step = max(1, _BLOCK // columns)
@@ -145,5 +182,6 @@ def _encoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> dict
             raise InvalidInputError(
                 f"Tensor {weight} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
             )
-        parts.append(form.encode(block, info.dtype))
-    return {tensor: torch.cat([part[tensor] for part in parts]) for tensor in TENSORS}
+        block = block if measured.gram is None else block.to(measured.gram.device)
+        parts.append(form.encode(block, info.dtype, measured))
+    return {tensor: to_cpu(torch.cat([part[tensor] for part in parts])) for tensor in TENSORS}

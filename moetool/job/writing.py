@@ -95,7 +95,7 @@ def write_model(
     def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
         specs = plan.unit(layer)
         made = layer_tensors(layer, plan.layouts[layer]) if layer in plan.layouts else ()
-        included = included_tensors(job.source, {spec.name for spec in specs})
+        included = included_tensors(job, {spec.name for spec in specs})
         return with_the_rest(plan.read, specs, chain(made, included))
 
     if entry is None and (spec := custom_module(checkpoint.config)) is not None:

@@ -60,6 +60,11 @@ class Gram:
             elif not (on_cpu and torch.get_num_threads() == 1 and self._dsyrk(chunk.double())):
                 self._add_lower(chunk.double())
 
+    @property
+    def size(self) -> int:
+        """Length of a row."""
+        return len(self._sum)
+
     def matrix(self) -> Tensor:
         """The symmetric [size, size] sum so far. It is the accumulator itself: clone it to go on adding."""
         return mirror_lower(self._sum)

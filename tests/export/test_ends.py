@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
+from moetool.calibration.table_moments import Weighed
 from moetool.export.gguf import ends
 from moetool.export.gguf.coding import block_codes
-from moetool.export.gguf.ends import Ends, Weighed, table_losses
+from moetool.export.gguf.ends import Ends, table_losses
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES
@@ -38,7 +39,7 @@ def test_they_are_what_gradients_say(family: str, more: Any, tmp_path: Path) -> 
     model = StreamedModel(source.checkpoint, source.architecture, torch.float32, CPU)
     tokens = torch.randint(model.config.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     sweep = Sweep(model, tokens, tmp_path)
-    calibrated: Any = SimpleNamespace(model=model, gradient_sweep=sweep, job=SimpleNamespace(device=CPU, work=tmp_path))
+    calibrated: Any = SimpleNamespace(gradient_sweep=sweep, job=SimpleNamespace(device=CPU, work=tmp_path))
     names = ("token_embd.weight", "output.weight")
     found = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names])
     sweep.embed()

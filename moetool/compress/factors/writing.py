@@ -40,10 +40,11 @@ from moetool.compress.results import RankedLayer, RankedResult
 from moetool.costs.building_blocks import moe_size, refine_together
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
-from moetool.costs.phases import factor_phases
+from moetool.costs.phases import factor_phases, with_codes_beside
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.calibrated import CalibratedJob
+from moetool.job.including import included_bytes, included_shapes
 from moetool.job.job import Job, Source
 from moetool.job.options import KeepOptions, RunOptions, SizeOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
@@ -292,6 +293,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
     measuring = [factors]
     if gradients:
         measuring.append(Measuring.fisher(reader.shape, regression=merge == "regmean"))
+        measuring.append(Measuring.beside(included_shapes(source)))
     return factor_cost(source, options, gradients=gradients).layer_memory(reader, *measuring, gradients=gradients)
 
 
@@ -360,19 +362,20 @@ def factor_plan(
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
     forward += RoutedTokens.nbytes(cost.samples, cost.length, hidden) if refine else 0
+    phases = factor_phases(
+        cost if options.calibration or gradients else None,
+        moe_size(reader, at_once),
+        output,
+        gradients=gradients,
+        refined=refined,
+    )
     return Plan(
         stage=stage,
         input_bytes=checkpoint.weight_bytes,
         output_bytes=output,
-        scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each,
+        scratch_bytes=max(backward, forward) + len(reader.moe_layers) * for_each + included_bytes(source),
         memory_bytes=memory.nbytes(at_once),
-        phases=factor_phases(
-            cost if options.calibration or gradients else None,
-            moe_size(reader, at_once),
-            output,
-            gradients=gradients,
-            refined=refined,
-        ),
+        phases=with_codes_beside(phases, cost, included_shapes(source)) if gradients else phases,
         details={
             "original_bytes": original,
             "smallest_possible_bytes": size(0),

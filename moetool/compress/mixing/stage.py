@@ -36,11 +36,11 @@ from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.costs.matrix_work import refine
-from moetool.costs.phases import menu_phases
+from moetool.costs.phases import menu_phases, with_codes_beside
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.including import bits_left, including_saves, worth_including
+from moetool.job.including import bits_left, included_bytes, included_shapes, including_saves, worth_including
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
@@ -183,20 +183,15 @@ class MixingStage(Stage[MixingOptionsT]):
         metrics = 4 * shape.hidden**2 if options.refine or options.in_turn else 0
         schemes = [(scheme.forms, scheme.base) for scheme in self.offered]
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
+        size = moe_size(reader, at_once)
+        phases = menu_phases(cost, size, output, schemes, refining, in_turn=options.in_turn)
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics),
+            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics) + included_bytes(source),
             memory_bytes=self._memory.nbytes(at_once),
-            phases=menu_phases(
-                cost,
-                moe_size(reader, at_once),
-                output,
-                schemes,
-                refining,
-                in_turn=options.in_turn,
-            ),
+            phases=with_codes_beside(phases, cost, included_shapes(source)),
             details={
                 "original_bytes": original_bytes(source),
                 **self.budget_details(),
@@ -233,7 +228,8 @@ class MixingStage(Stage[MixingOptionsT]):
         base = Measuring.fisher(reader.shape, regression=regression)
         refined_on = MOST_TOKENS if self.options.refine else 0
         codes = Measuring.codes(reader.shape, refined_on=refined_on, in_turn=self.options.in_turn)
-        return self._cost.layer_memory(reader, base, codes, gradients=True)
+        beside = Measuring.beside(included_shapes(self.source))
+        return self._cost.layer_memory(reader, base, codes, beside, gradients=True)
 
     # Run.
 

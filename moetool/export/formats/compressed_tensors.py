@@ -181,7 +181,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         else:
             cost, details["experts_at_once"] = text.cost, text.experts_at_once
             size, memory = moe_size(reader, text.experts_at_once), text.memory.nbytes(text.experts_at_once)
-            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(reader)
+            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(self.source)
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
             made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
             phases = (*output_phases(cost, size), Phase(ENCODE, made))

@@ -7,7 +7,6 @@ blocks wait in a file of the work directory until they are written.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from moetool.architectures import Role
-from moetool.calibration.input_grams import GRAM_DTYPE, InputGramCollector
+from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
+from moetool.calibration.projection_grams import ProjectionGrams
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
@@ -29,43 +29,6 @@ from moetool.format.gguf.blocks import BLOCK_TYPES
 from moetool.format.gguf.words import EXPERTS, layer_in_file, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
-from moetool.numerics.gram import Gram
-
-
-class ProjectionGrams:
-    """Gram matrices of the inputs of linear modules, one for all modules that are given the same tensor."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._modules, self._device = modules, device
-        self._owner: dict[str, str] = {}
-        self._grams: dict[str, Gram] = {}
-        self._last: tuple[str, Tensor] | None = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context manager in which the inputs of the watched modules are added to their Gram matrices."""
-        handles = [module.register_forward_pre_hook(partial(self._see, path)) for path, module in self._modules.items()]
-        try:
-            yield
-        finally:
-            self._last = None
-            for handle in handles:
-                handle.remove()
-
-    def __getitem__(self, path: str) -> Tensor:
-        """`[in, in]`, of a module's inputs."""
-        return self._grams[self._owner[path]].matrix()
-
-    def _see(self, path: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        given = inputs[0]
-        if path not in self._owner:
-            shared = self._last is not None and self._last[1] is given
-            self._owner[path] = self._last[0] if self._last is not None and shared else path
-            if not shared:
-                self._grams[path] = Gram(given.shape[-1], self._device, GRAM_DTYPE)
-        if self._owner[path] == path:
-            self._grams[path].add(given.flatten(0, -2))
-        self._last = self._owner[path], given
 
 
 def grams_of_experts(

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_gradients import OutputGradients, metric_path
+from moetool.calibration.projection_grams import ProjectionGrams
 from moetool.calibration.recorded import Tick, spread
 from moetool.checkpoint.files import save_tensors
-from moetool.export.gguf.coded_layers import ProjectionGrams, grams_of_experts
+from moetool.export.gguf.coded_layers import grams_of_experts
 from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import TRIED_TOKENS, Ends
 from moetool.export.gguf.file import GgufTensor
