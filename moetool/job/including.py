@@ -29,7 +29,7 @@ from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.quantized import QuantizedMatrix
 
 _MUCH = 0.03  # share of a result
-FEW_BITS = 2.5  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
+FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
