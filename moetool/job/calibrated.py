@@ -170,10 +170,10 @@ class CalibratedJob:
             seed = options.seed if options.labels == "sampled" else None
         masked, of_kind, directory = None if masked is None else masked[:few], of_kind[:few], job.work / "gradients"
         self.gradient_sweep = Sweep(model, windows[:few], directory, tick, seed, masked, kept, ranks, kinds, of_kind)
-        self.facts = CalibrationFacts(len(windows), windows.numel(), begin, kinds=counts.by_kind, text=str(counts))
+        self._facts = CalibrationFacts(len(windows), windows.numel(), begin, kinds=counts.by_kind, text=str(counts))
         if gradients:
             directory.mkdir(exist_ok=True)
-            self.facts = replace(self.facts, gradient_windows=few)
+            self._facts = replace(self._facts, gradient_windows=few)
 
     def within(self, part: Job) -> "CalibratedJob":
         """A copy for a `part` of the job, with its text and model; hidden states go to the part's work directory."""
@@ -289,11 +289,10 @@ class CalibratedJob:
             self._finish(unit, self.gradient_sweep, *spent, made=made)
 
     @property
-    def facts_with_loss(self) -> CalibrationFacts:
-        """The calibration facts with the mean next-token loss, which is known once gradients went through the head."""
-        loss = self.job.workspace.told("head")["loss"]
-        assert isinstance(loss, float)
-        return replace(self.facts, loss=loss)
+    def facts(self) -> CalibrationFacts:
+        """Which text it is, and, once gradients went through the head, its mean next-token loss."""
+        loss = self.job.workspace.told("head").get("loss")
+        return replace(self._facts, loss=loss) if isinstance(loss, float) else self._facts
 
     def experts(self, layer: nn.Module) -> nn.Module:
         """The module of a loaded decoder layer that holds its fused experts."""

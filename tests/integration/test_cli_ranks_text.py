@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import check_packed_alike, contents, divergence, logits
+from checkpoints import check_packed_alike, contents, divergence, logits, tensors_of
 from sampling import sampled
 from torch import Tensor
 
@@ -23,6 +23,7 @@ def jobs(tiny_mixtral, decomposed, tiny_text) -> dict[str, tuple[object, ...]]:
     compress = "compress", tiny_mixtral, "--method", "d2moe", *shards, *text, "--gradient-samples", 48
     return {
         "d2moe": (*compress, "--ratio", 0.35),
+        "included": (*compress, "--ratio", 0.35, "--include", "attention,embeddings"),
         "refined": (*compress, "--ratio", 0.35, "--refine", 3),
         "hybrid": (*compress, "--method", "hybrid", "--ratio", 0.55, "--group-size", 16),
         "quantize": (*compress, "--method", "quantize", "--ratio", 0.5, "--group-size", 16),
@@ -86,6 +87,18 @@ def tokens(tiny_tokens) -> Tensor:
 @pytest.mark.exhaustive
 def test_coded_as_one_would(made, tokens, name):
     check_coded_alike([(made(name, 2, seed), made(name, 1, seed)) for seed in range(3)], tokens)
+
+
+def test_what_is_included_is_coded_as_one_would(made, tokens):
+    pair = made("included", 2), made("included", 1)
+    assert deviations(*pair).max() < 1e-5
+    ours, theirs = map(tensors_of, pair)
+    names = [name for name in ours if name.endswith(".moetool.codes") and ".experts." not in name]
+    steps = torch.cat([(ours[name].int() - theirs[name].int()).abs().flatten() for name in names])
+    assert len(names) == 14
+    assert (steps == 0).double().mean() > 0.95
+    assert steps.max() <= 4
+    assert divergence(*(logits(path, tokens) for path in pair)) < 1e-4
 
 
 @pytest.mark.parametrize("seed", sampled([0, 1, 2], [0]))

@@ -196,7 +196,6 @@ def finish(
     options: FactorOptions,
     method: str,
     calibrated: CalibratedJob | None,
-    facts: CalibrationFacts | None,
     refine: int = 0,
 ) -> RankedResult:
     """Choose ranks, encode, write, and report; base and factors are refined in `refine` steps per layer."""
@@ -243,7 +242,7 @@ def finish(
             return lost
         return {layer: replace(own, refined=refining.result(layer)) for layer, own in lost.items()}
 
-    encoding = Encoding(job, layouts, encode, calibrated)
+    encoding, facts = Encoding(job, layouts, encode, calibrated), None if calibrated is None else calibrated.facts
     factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)
     return RankedResult(
         calibration=facts,

@@ -166,7 +166,7 @@ class D2MoE(Stage[D2MoEOptions]):
             job.progress.log(BATCH_DEPENDENT)
         calibrated = self._measured(job)
         factored = FactoredLayers(job, pruning.dynamic, options)
-        found = finish(job, factored, options, self.name, calibrated, calibrated.facts_with_loss, options.refine)
+        found = finish(job, factored, options, self.name, calibrated, options.refine)
         return replace(found, notes=[*found.notes, _INSTEAD])
 
     def _measured(self, job: Job) -> CalibratedJob:

@@ -90,7 +90,7 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
                 LayerFactors(reader.shape, Deltas(weights, base, job.device), options, None).measure(file)
                 job.finish(f"measure/{layer}", made=[path, file.path])
                 job.progress.advance()
-        return finish(job, FactoredLayers(job, 0, options), options, self.name, None, None)
+        return finish(job, FactoredLayers(job, 0, options), options, self.name, None)
 
 
 class PlainSvd(UnmeasuredSvd):

@@ -67,7 +67,7 @@ class MixedLayers:
             Refining(self._reader, job.work, job.device, options.refine, options.seed) if options.refine else None
         )
         calibrated.reverse(self._visit, passes=2 + self._measuring_passes if given is None else 1)
-        self.facts = calibrated.facts_with_loss
+        self.facts = calibrated.facts
 
     def within(self, part: Job) -> "MixedLayers":
         """Return the same measured layers for a part of the job that encodes a model of its own."""

@@ -105,7 +105,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
                 agreed(job.ranks, base_path(job.work, index), base)
 
             calibrated.reverse(visit, passes=1)
-            facts = calibrated.facts_with_loss
+            facts = calibrated.facts
         told = LayersResult(calibration=facts, layers=dict.fromkeys(reader.moe_layers, MergedLayer()))
         if not job.ranks.is_first:
             return told

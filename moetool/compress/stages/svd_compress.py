@@ -106,4 +106,4 @@ class SvdCompress(Stage[FactorOptions]):
         text = None if options.calibration is None else calibrated
         dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
         factored = FactoredLayers(job, dynamic, options)
-        return finish(job, factored, options, self.name, text, None if text is None else text.facts)
+        return finish(job, factored, options, self.name, text)

@@ -261,7 +261,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             else:
                 tensors = {tensor.name: tensor for tensor in self._tensors}
                 files += self._write_advice(job, measure_tensors(job, calibrated, tensors, self._menu), calibrated)
-            facts = calibrated.facts_with_loss if self._has_gradients else calibrated.facts
+            facts = calibrated.facts
         self._write(job, files[0], coded)
         files.append(job.output / MODELFILE)
         write_bytes(files[-1], self._modelfile().encode())
