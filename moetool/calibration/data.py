@@ -57,17 +57,19 @@ class DataSpec:
         What exists on disk is taken as a path, with any `:` and `@` in it.
 
         Raises:
-            UsageError: it is empty, has too many parts, a weight that is not positive, a `config` or `split` for
+            UsageError: it is empty, has too many parts, a weight that is no positive number, a `config` or `split` for
                 something local, or what the bundled text or the model's own does not have.
             InvalidInputError: no file system takes such a name.
         """
         name, weight = text.strip(), 1.0
         head, at, tail = name.rpartition("@")
         if at and not is_here(name):
-            with contextlib.suppress(ValueError):  # the @ belongs to the name
+            try:
                 name, weight = head, float(tail)
+            except ValueError:  # the @ belongs to the name
+                weight = math.nan if is_here(head) or head.partition(":")[0] == BUNDLED else 1.0
         if not 0 < weight < math.inf:
-            raise UsageError(f"The weight of {head!r} is {tail}; give a positive number after the @.")
+            raise UsageError(f"The weight of {head!r} is {tail!r}; give a positive number after the @.")
         pieces = name.split(":")
         # The longest beginning that exists is the path.
         lengths = (n for n in range(len(pieces), 0, -1) if is_here(":".join(pieces[:n])))

@@ -44,21 +44,42 @@ def parse_window_share(value: object) -> object:
     return _parsed_share(value, "the windows", zero=True)
 
 
+def parse_part(value: object) -> object:
+    """`"75%"` and `"0.75"` → 0.75, a part of anything, whose bounds the field has; anything but numbers and strings
+    passes through.
+
+    Raises:
+        ValueError: it is no number, or one that only means something with a percent sign.
+    """
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return value
+    share, has_sign = _read_share(value)
+    if 2 <= share <= 100 and not has_sign:
+        raise ValueError(f"for {share:g} % write {share / 100:g} or {share:g}%")
+    return share
+
+
 def _parsed_share(value: object, whole: str, *, zero: bool) -> object:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return value
-    match = re.fullmatch(r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*(%?)\s*", str(value))
-    if match is None:
-        raise ValueError("write a share like 0.4 or 40%")
-    share = float(match[1]) / (100 if match[2] else 1)
+    share, _ = _read_share(value)
     if not 0 <= share < 1 or (share == 0 and not zero):
         instead = f"; for {share:g} % write {share / 100:g} or {share:g}%" if 2 <= share < 100 else ""
         raise ValueError(f"it is a share of {whole}, {'at least' if zero else 'above'} 0 and below 1{instead}")
     return share
 
 
+def _read_share(value: str | float) -> tuple[float, bool]:
+    """The number, and whether it has a percent sign."""
+    match = re.fullmatch(r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*(%?)\s*", str(value))
+    if match is None:
+        raise ValueError("write a share like 0.4 or 40%")
+    return float(match[1]) / (100 if match[2] else 1), bool(match[2])
+
+
 Ratio = Annotated[float, BeforeValidator(parse_share)]
 WindowShare = Annotated[float, BeforeValidator(parse_window_share)]
+Part = Annotated[float, BeforeValidator(parse_part)]
 
 
 def format_bytes(count: float) -> str:

@@ -23,7 +23,8 @@ _KINDS: Mapping[str, Any] = MappingProxyType(
     {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
 )
 _SHORT_LIST = 8  # names that a value may have; more of them stand in the text and not beside the option
-_FIELDS = ("help", "rich_help_panel", "min", "max")  # of what typer is told of a parameter, beside flags and default
+# What typer is told of a parameter, beside flags and default.
+_FIELDS = ("help", "rich_help_panel", "min", "max", "metavar")
 
 
 class HintingCommand(TyperCommand):

@@ -15,11 +15,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_share, parse_window_share
+from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
 from moetool.cli.command import HintingCommand, command_of, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+# How `--help` calls a value that is read by one of these.
+_WRITTEN: Mapping[object, str] = {
+    parse_bytes: "<size>",
+    parse_share: "<share>",
+    parse_window_share: "<share>",
+    parse_part: "<share>",
+}
 
 
 def builder(
@@ -103,9 +111,8 @@ def _group(model: type[BaseModel], name: str) -> str | None:
 
 def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     flag = "--" + name.replace("_", "-")
-    rules = [getattr(rule, "func", None) for rule in field.metadata]
-    is_size = parse_bytes in rules
-    kind = str if is_size or {parse_share, parse_window_share} & {*rules} else _plain_type(field.annotation)
+    written = next((_WRITTEN[rule] for rule in _rules(field) if rule in _WRITTEN), None)
+    is_size, kind = written == "<size>", _plain_type(field.annotation) if written is None else str
     description = field.description or ""
     if re.search(r"\[(default|required)", description):
         pass  # it is said already, with more to it
@@ -122,8 +129,15 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
         help=description,
         show_default=False,
         rich_help_panel=group,
+        metavar=written,
     )
     return Annotated[kind | None, option]
+
+
+def _rules(field: FieldInfo) -> list[object]:
+    """The functions that read what is typed for a field."""
+    of_kinds = [rule for kind in get_args(field.annotation) for rule in getattr(kind, "__metadata__", ())]
+    return [getattr(rule, "func", None) for rule in (*field.metadata, *of_kinds)]
 
 
 def _plain_type(annotation: Any) -> Any:

@@ -57,7 +57,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return f"{seen}    # what it was calibrated on: it loses more on other text"
     if command == "compress":
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
-        return f"{seen}    # what it lost, by kind of text"
+        return f"{seen}    # what it lost, by kind of text; on other text it may lose more"
     return line("generate", made, PROMPT)
 
 

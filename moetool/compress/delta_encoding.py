@@ -24,6 +24,7 @@ from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned, Peers
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.sizes import Part
 from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.results import EncodedLayer, LayersResult
@@ -86,7 +87,7 @@ class CodeOptions(Options):
 class SparsityOptions(Options):
     """Options of sparse deltas: which share is dropped, and which elements."""
 
-    drop: float = Field(0.9, gt=0, lt=1, description="Share of each delta that is dropped.")
+    drop: Part = Field(0.9, gt=0, lt=1, description="Share of each delta that is dropped.")
     select: Literal["random", "magnitude"] = Field(
         "random",
         description="Drop at random and scale up the rest (no byte is spent on where it is), or drop the smallest.",

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moetool.checkpoint.sizes import ByteSize
+from moetool.checkpoint.sizes import ByteSize, Part
 from moetool.job.options import Options
 from moetool.runtime.synthesis import Synthesis
 
@@ -16,7 +16,7 @@ class LoadedOptions(Options):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: as it is stored)."
     )
-    keep: float | None = Field(
+    keep: Part | None = Field(
         None, gt=0, le=1, description="Of a moefied model, the share of experts to compute [default: as it was made]."
     )
 

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from moetool.checkpoint.sizes import Part
 from moetool.convert.stage import ConversionOptions
 from moetool.job.options import TEXTS
 
@@ -12,7 +13,7 @@ class MoefyOptions(ConversionOptions):
     """Options of moefying: how neurons are split into experts, and which are computed."""
 
     experts: int = Field(64, ge=2, description="Experts per layer, each the same number of neurons.")
-    keep: float = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
+    keep: Part = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
     layers: str = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
     selector: Literal["mlp", "oracle", "random"] = Field(
         "mlp", description="What chooses: a small trained network, the true scores (no faster, for comparison), or "

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from moetool.checkpoint.sizes import Part
 from moetool.job.options import RunOptions, TextOptions
 
 Trained = Literal["routers", "small", "all"]
@@ -40,7 +41,7 @@ class RepairOptions(RunOptions, TextOptions):
         description="Weight of the KL divergence of the routers' choices, the mean over layers, beside that of "
         f"predictions [default: {ROUTING:g}; {ROUTING_OF_FEWER:g} where experts were left out].",
     )
-    warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
+    warmup: Part = Field(0.1, ge=0, lt=1, description="Share of the steps in which the rate rises; then it falls.")
     held_out: int = Field(
         16,
         ge=1,

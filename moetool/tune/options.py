@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.checkpoint.sizes import Part
 from moetool.job.options import RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
@@ -30,7 +31,7 @@ class TuneOptions(RunOptions):
     accumulation: int = Field(1, ge=1, description="Batches per optimizer step.")
     learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
-    warmup: float = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
+    warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
     balance: float | None = Field(
         None,

@@ -23,7 +23,8 @@ HEADER = """# Options
 
 Every option of every command. This page is generated from the commands (`make docs`); a test compares it with them.
 `moetool COMMAND --help` shows the same, and with `--method NAME` the options of that method. In a preset
-(`--preset FILE.yaml`) an option is written with `_` for `-` and without the dashes.
+(`--preset FILE.yaml`) an option is written with `_` for `-` and without the dashes. A share is
+written `0.4` or `40%`, a size `20GB` or `16GiB`.
 """
 COMMANDS = commands()
 STAGES = [name for name, (module, _) in COMMANDS.items() if module == "stage"]
@@ -61,6 +62,8 @@ def _values(parameter: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in choices)
     if getattr(parameter, "is_flag", False):
         return "a switch"
+    if (parameter.metavar or "").startswith("<"):
+        return str(parameter.metavar).strip("<>")
     return {int: "whole number", float: "number"}.get(kind, {"integer": "whole number", "float": "number"}.get(
         getattr(kind, "name", ""), ""))  # fmt: skip
 

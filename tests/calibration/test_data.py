@@ -110,6 +110,9 @@ def test_paths_with_marks_in_them(tmp_path: Path) -> None:
     assert parse_data(odd) == (DataSpec(odd),)
     colon = write(tmp_path / "a:b@2.txt", "7")
     assert DataSpec.parse(f"{colon}@0.5") == DataSpec(colon, weight=0.5)
+    for known in (colon, "bundled", "bundled:code"):
+        with pytest.raises(UsageError, match=f"The weight of '{known}' is 'half'; give a positive number"):
+            DataSpec.parse(f"{known}@half")
     assert DataSpec.parse(f"{colon}:::body") == DataSpec(colon, column="body")
     with pytest.raises(UsageError, match="no config or split"):
         DataSpec.parse(f"{colon}::train")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes, parse_bytes, parse_window_share
+from moetool.checkpoint.sizes import ByteSize, Part, Ratio, WindowShare, format_bytes, parse_bytes, parse_window_share
 
 GB = 1_000_000_000
 
@@ -80,6 +80,17 @@ def test_what_is_no_share(written: object) -> None:
 @pytest.mark.parametrize(("written", "share"), [("0", 0.0), (0, 0.0), ("25%", 0.25), ("0 %", 0.0), (0.99, 0.99)])
 def test_shares_of_windows_may_be_none_of_them(written: object, share: float) -> None:
     assert TypeAdapter(WindowShare).validate_python(written) == share
+
+
+@pytest.mark.parametrize(("written", "part"), [("75%", 0.75), ("0.5", 0.5), (1, 1.0), ("100 %", 1.0), ("-5%", -0.05)])
+def test_parts_of_anything_have_the_bounds_of_their_field(written: object, part: float) -> None:
+    assert TypeAdapter(Part).validate_python(written) == part
+
+
+@pytest.mark.parametrize(("written", "said"), [("50", "for 50 % write 0.5 or 50%"), ("half", "write a share like")])
+def test_what_is_no_part(written: str, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TypeAdapter(Part).validate_python(written)
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,10 @@ def test_a_torn_line_is_made_again(compare, made, tmp_path):
     assert again["rows"][0]["kl"] == first["rows"][0]["kl"]
     assert json.loads(journal.read_text().splitlines()[-1])["told"]["kl"] == first["rows"][0]["kl"]
     assert made == ["ders-quantize"] * 2
+
+
+def test_where_nothing_could_be_made_it_fails(compare):
+    refused = compare("hybrid", "--ratios", "0.999")
+    assert refused.code == 2
+    assert "is not possible here" in refused.json["rows"][0]["error"]
+    assert "None of these models could be made or read" in refused.stderr

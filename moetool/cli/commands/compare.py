@@ -15,6 +15,7 @@ from moetool.compare.options import CompareOptions
 from moetool.compare.picture import plot_compared
 from moetool.compare.results import Compared, ComparedModel, SharedStatistics, kind_of_text
 from moetool.compare.running import compare
+from moetool.errors import UsageError
 from moetool.job.checks import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
@@ -53,7 +54,7 @@ def build(
         table.write_text(markdown(result), encoding="utf-8")
     if json:
         print_json(result.to_json())
-        return
+        return refuse_empty(result)
     print(headline(result))
     for table_of in tables(result):
         print_table(table_of.headers, table_of.rows, title=table_of.title)
@@ -62,7 +63,14 @@ def build(
             print(line(row))
     for shared in result.statistics:
         print(shared_line(shared))
+    refuse_empty(result)
     next_step.tell(next_step.line(*best(result, wanted)))
+
+
+def refuse_empty(result: Compared) -> None:
+    """Raise `UsageError` if there is nothing to compare with the original, as each row says why."""
+    if all(row.error is not None for row in result.rows):
+        raise UsageError("None of these models could be made or read, each for the reason above.")
 
 
 def best(result: Compared, wanted: Sequence[Candidate]) -> list[str]:
@@ -91,8 +99,6 @@ def _option(flag: str, value: object) -> list[str]:
 
 def output_file(path: Path) -> Path:
     """Return the path of the table. Raises `UsageError` if it cannot be written."""
-    from moetool.errors import UsageError
-
     found = output_directory(path)
     if found.is_dir() or not found.absolute().parent.is_dir():
         raise UsageError(f"--output {path}: a file in a folder that is there.")

@@ -81,8 +81,9 @@ def _likeness(found: Likeness) -> list[tuple[str, str]]:
 def _compared(comparison: Comparison) -> str:
     told = []
     if comparison.same_tensors:
-        but = f" but for {comparison.rounded_tensors} in 8 bits" if comparison.rounded_tensors else ""
-        told.append(f"everything outside the experts{but} is bit for bit the same")
+        rounded = comparison.rounded_tensors
+        rest = "everything" if not rounded else f"{rounded} matrices are in 8 bits, everything else"
+        told.append(f"outside the experts {rest} is bit for bit the same")
     if comparison.stages:
         told.append(f"it was made from that by {', then '.join(reversed(comparison.stages))}")
     return "; ".join(told) or "the same family and shape"

@@ -77,7 +77,7 @@ class AutoOptions(MixingOptions):
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
     include: Names | None = Field(
         None,
-        description=f"{INCLUDE_HELP} Or none [default: both where experts would have fewer than {FEW_BITS} bits per "
+        description=f"{INCLUDE_HELP} Or none [default: both where experts would have fewer than {FEW_BITS:g} bits per "
         "number otherwise; what --plan says].",
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")

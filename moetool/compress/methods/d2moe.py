@@ -15,6 +15,7 @@ from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base
 from moetool.bases.pruning import plan_pruning
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
+from moetool.checkpoint.sizes import Part
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import (
     FactoredLayers,
@@ -47,7 +48,7 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
     """Options of `d2moe`: base, pruning, budget of ranks, refinement."""
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
-    prune_base: float = Field(
+    prune_base: Part = Field(
         0.0, ge=0, lt=1, description="Share of the base's intermediate channels to prune (the paper uses 0.1 and 0.6)."
     )
     pruning: BaseCompression = Field(

@@ -222,8 +222,8 @@ def notes_on(mix: Mix) -> Sequence[str]:
     if none == total:
         return ["No layer has a shared base: without one, less is lost in the same bytes."]
     if none:
-        groups = f"{total - none} of {total} groups of matrices (one role in one layer each)"
-        return [f"{groups} are stored as deltas to a shared base, the others without a base."]
+        groups = f"{total - none} of {total} groups of matrices (gate, up or down of one layer)"
+        return [f"{groups} are stored as deltas to a shared base; without one the others lose less."]
     return ["Experts are stored as deltas to a shared base in every layer."]
 
 
@@ -231,7 +231,8 @@ def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
     """A sentence where an `output` of so many bytes leaves much of what the `ratio` of the `original` bytes allows."""
     if output >= _SPENT * (1 - ratio) * original:
         return ()
-    return [f"Smaller than asked for, by {1 - output / original:.1%} and not {ratio:.1%}: no form on offer takes more."]
+    found = f"{1 - output / original:.1%} smaller, more than the {ratio:.1%} that were asked for"
+    return [f"It is {found}: every matrix has the largest of the forms on offer."]
 
 
 def note_on_including(kinds: Sequence[str], saves: Mapping[str, tuple[int, int]], output: int, bits: float) -> str:

@@ -3,6 +3,7 @@
 import torch
 from pydantic import Field
 
+from moetool.checkpoint.sizes import Part
 from moetool.errors import UsageError
 from moetool.runtime.dense import DenseModel
 from moetool.upcycle.experts import Copies, PartlyRedrawn, Pieces
@@ -18,7 +19,7 @@ def vanilla(dense: DenseModel, options: UpcycleOptions, dtype: torch.dtype) -> S
 class DropOptions(UpcycleOptions):
     """Options of Drop-Upcycling: the share of each copy's channels that is drawn anew."""
 
-    drop: float = Field(0.5, ge=0, le=1, description="Share of the intermediate channels that is drawn anew.")
+    drop: Part = Field(0.5, ge=0, le=1, description="Share of the intermediate channels that is drawn anew.")
 
 
 @method("drop", "copies, a share of whose channels is drawn anew", DropOptions)

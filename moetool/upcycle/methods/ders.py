@@ -3,6 +3,7 @@
 import torch
 from pydantic import Field
 
+from moetool.checkpoint.sizes import Part
 from moetool.errors import UsageError
 from moetool.representations.low_rank import LowRank
 from moetool.representations.sparse import Sparse
@@ -42,7 +43,7 @@ def ders_lowrank(dense: DenseModel, options: LowRankOptions, dtype: torch.dtype)
 class SparseOptions(DeltaOptions):
     """Options of sparse deltas: the share of their elements that stays zero."""
 
-    drop: float = Field(0.9999, ge=0, lt=1, description="Share of every delta's elements that stay zero.")
+    drop: Part = Field(0.9999, ge=0, lt=1, description="Share of every delta's elements that stay zero.")
 
 
 @method("ders-sparse", "the dense FFN once, and sparse deltas that training fills", SparseOptions)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from moetool.checkpoint.sizes import Part
 from moetool.convert.parts import Converted, Customized, Made
 from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.pesc import DOWN, ROUTER, UP, PescSpec
@@ -22,7 +23,7 @@ class PescOptions(RoutedOptions):
 
     width: int = Field(512, ge=1, description="Width of an adapter's hidden layer.")
     scale: float = Field(1.0, gt=0, description="Of an adapter's output.")
-    dropout: float = Field(0.1, ge=0, lt=1, description="Of an adapter's input while it is trained.")
+    dropout: Part = Field(0.1, ge=0, lt=1, description="Of an adapter's input while it is trained.")
 
 
 class Pesc(RoutedConversion[PescOptions]):

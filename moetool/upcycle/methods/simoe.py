@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moetool.checkpoint.sizes import Part
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
 from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
@@ -31,7 +32,7 @@ class SimoeOptions(ConversionOptions):
 
     experts: int = Field(8, ge=2, description="Masks per linear layer.")
     router_width: int = Field(64, ge=1, description="Width of the router's hidden layer.")
-    sparsity: float = Field(0.75, ge=0, lt=1, description="Share of the masks' elements that tuning is to close.")
+    sparsity: Part = Field(0.75, ge=0, lt=1, description="Share of the masks' elements that tuning is to close.")
 
 
 class Simoe(Conversion[SimoeOptions]):
