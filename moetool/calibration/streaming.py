@@ -244,6 +244,12 @@ class StreamedModel:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding of tokens."""
+        head = self.model.get_output_embeddings()
+        return head is not None and head.weight is self.model.get_input_embeddings().weight
+
     @cached_property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of what a layer is given of each token: `(hidden,)`, or several hidden states."""

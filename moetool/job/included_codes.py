@@ -67,11 +67,11 @@ class IncludedCodes:
         that they wait in, of the first process."""
         if self._moments is None or not self._sweep.peers.is_first:
             return []
-        embedded, head = self._moments.embedded, self._moments.head
-        if len(self._job.source.architecture.embeddings) == 1:  # which is both
-            return self._chosen(self._tables, mean_metric([embedded, head]))
-        parts = dict(zip(self._job.source.architecture.embeddings, (embedded, head), strict=True))
-        return [path for name in self._tables for path in self._chosen([name], parts[name].metric)]
+        parts = [self._moments.embedded, self._moments.head]
+        if self._sweep.model.is_tied:
+            return self._chosen(self._tables, mean_metric(parts))
+        metrics = dict(zip(self._job.source.architecture.embeddings, parts, strict=True))
+        return [path for name in self._tables for path in self._chosen([name], metrics[name].metric)]
 
     def _chosen(self, modules: Sequence[str], gram: Tensor) -> list[Path]:
         """Write the codes of modules on the same inputs, in the first process."""

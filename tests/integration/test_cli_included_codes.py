@@ -81,6 +81,8 @@ def test_they_lose_less_on_the_text(
     ratios = {name: chosen[name] / nearest[name] for name in seen}
     assert max(ratios.values()) < 1
     assert sum(ratios.values()) / len(ratios) < 0.8
+    if model == "tied":
+        assert ratios["model.embed_tokens"] < 0.86  # as an embedding alone .870, as a head alone more
 
 
 def test_without_gradients_they_are_the_nearest(compress: Any, tiny_mixtral_bf16: Path) -> None:
