@@ -151,9 +151,12 @@ def check_countable(source: Source, *, custom: bool = False) -> None:
     spec, entry = custom_module(config) if custom else None, moetool_entry(config) or {}
     is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
     if "quantization_config" in config and not is_ordinary:
+        name = source.checkpoint.source
+        made = (
+            f"moetool export {name} NEW --format dense-experts" if reader.layouts else "moetool upcycle --target FAMILY"
+        )
         raise UsageError(
-            f"{source.checkpoint.source} is a moetool checkpoint. The number of experts is changed in an ordinary one: "
-            "export --format dense-experts writes it, if it was compressed."
+            f"{name} is a moetool checkpoint. The number of experts is changed in an ordinary one, as {made} writes it."
         )
     for layer in reader.moe_layers:
         for name, info in source.checkpoint.tensors.items():
