@@ -398,7 +398,7 @@ def test_what_is_no_model_to_add_to(
     lowrank = upcycle(models[0], "--method", "ders-lowrank", "--experts", 3).path
     refused = run_cli("upcycle", lowrank, tmp_path / "out", *ADD, "--source", models[1])
     assert refused.code == 2
-    assert "export --format dense-experts" in refused.stderr
+    assert "NEW --format dense-experts" in refused.stderr
     assert run_cli("upcycle", mixed, tmp_path / "out", *ADD).code == 2
     assert run_cli("upcycle", mixed, tmp_path / "out", *ADD, "--source", mixed).code == 3
     many = run_cli("upcycle", mixed, tmp_path / "out", *ADD, "--source", models[2], "--top-k", 4)
