@@ -107,7 +107,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     def _tensors(self) -> list[GgufTensor]:
         """Tensors of the GGUF file to write; refuses an input that llama.cpp cannot compute."""
         check_source(self.source)
-        check_idle(self.source)
         return self.source.tensors(self._common, self.options.experts_type or self._common)
 
     @cached_property
@@ -248,6 +247,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]
+        check_idle(source)
         for line in self._remarks():
             job.progress.log(line)
         facts, coded, ends, details = None, None, None, GgufDetails()
