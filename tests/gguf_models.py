@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from around_dense import build_around
 from around_families import AROUND
 from dense_families import MULTIPLIERS, build_dense
 from derived_families import DERIVED
@@ -448,6 +449,9 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
 def gguf_model(name: str, **changes: Any) -> Any:
     """A tiny model by its name above, with other entries of its config (of its language model's)."""
     family = name.partition("-")[0]
+    if "/" in name:
+        inner = DENSE_GGUF_MODELS.get(name.partition("/")[2], {})
+        return build_around(name, **{"vocab_size": 320, **inner, **changes})
     if name in DENSE_GGUF_MODELS:
         return build_dense(family, **{"vocab_size": 320, **DENSE_GGUF_MODELS[name], **changes})
     own = {"vocab_size": 320, **GGUF_MODELS[name], **changes}

@@ -64,19 +64,26 @@ def check_language(config: Mapping[str, object], described: "PreTrainedConfig") 
     """Raise `InvalidInputError` for a model of which transformers has no class that predicts text from tokens, and for
     one whose config says nothing of its language model."""
     model_type = config.get("model_type")
-    classes = language_model_class(model_type)._model_mapping
-    if type(described) not in classes:
+    if (found := class_of(described)) is None:
         raise InvalidInputError(
             f"{model_type} is no language model: transformers has no class of it that predicts the next token from "
             "tokens, alone or beside images."
         )
-    found = classes[type(described)]
-    if "decoder_input_ids" in inspect.signature((found[0] if isinstance(found, tuple) else found).forward).parameters:
+    if "decoder_input_ids" in inspect.signature(found.forward).parameters:
         raise InvalidInputError(
             f"{model_type} does not predict the next token of a text: it has an encoder that reads one, and a decoder "
             "that writes another."
         )
     _check_language_is_there(config, described)
+
+
+def class_of(described: "PreTrainedConfig") -> "type[PreTrainedModel] | None":
+    """The class of all of a language model, by transformers' config of it; `None` if there is none."""
+    classes = language_model_class(described.model_type)._model_mapping
+    if type(described) not in classes:
+        return None
+    found: type[PreTrainedModel] | tuple[type[PreTrainedModel], ...] = classes[type(described)]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def check_language_is_there(config: Mapping[str, object]) -> None:

@@ -80,6 +80,7 @@ class StreamedModel:
             insert_modules(self.model, checkpoint.config)
             weigh_equally(self.model)
             self.model.eval().requires_grad_(False)
+        _with_language_first(self.model)
         run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
         text = self.config.get_text_config()
@@ -124,7 +125,9 @@ class StreamedModel:
     def _finish_rest(self) -> None:
         """Tie what is tied, and rebuild buffers that no file holds (rotary frequencies)."""
         if getattr(self.model, "all_tied_weights_keys", None):
-            self.model.tie_weights(recompute_mapping=False)
+            parameters = self.model.named_parameters(remove_duplicate=False)
+            missing = {name for name, parameter in parameters if parameter.device.type == "meta"}
+            self.model.tie_weights(missing, recompute_mapping=False)
         for module in self.model.modules():
             if "RotaryEmbedding" in type(module).__name__ and module not in self._aside:
                 fresh = type(module)(config=self.config.get_text_config()).to(self.device)
@@ -337,6 +340,15 @@ class StreamedModel:
         last, (hidden, _) = self.layer_count - 1, self._beside.parts(hidden)
         with self._layers_replaced(lambda index, x, args, kwargs: hidden if index == last else x):
             return self.model(input_ids=tokens.to(self.device), **self._uncached).logits
+
+
+def _with_language_first(model: nn.Module) -> None:
+    """Let a model's first parameter be of its language model: by that transformers tells where it computes, and of what
+    lies around there are no weights."""
+    module = model
+    for name in filter(None, language_model_in(model)[0].split(".")):
+        module._modules = {name: module._modules[name], **module._modules}
+        module = module.get_submodule(name)
 
 
 def _are_same(calls: object, others: object) -> bool:

@@ -59,6 +59,8 @@ class Written(Protocol):
     def family(self) -> GgufFamily: ...
     @property
     def moe(self) -> Architecture | None: ...
+    @property
+    def layer(self) -> str: ...
     def config_of(self, layer: int) -> "PreTrainedConfig": ...
     @property
     def kinds(self) -> Sequence[str]: ...
@@ -140,6 +142,12 @@ class GgufModel:
         if self.written is not None:
             return self.written.moe
         return find_architecture(self.config) if self._family.is_moe else None
+
+    @property
+    def _layer(self) -> str:
+        if self.written is not None:
+            return self.written.layer
+        return self._family.layer if self._moe is None else self._moe.layer
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -250,13 +258,14 @@ class GgufModel:
         prefix = layer_in_file(layer, "")
         mine = {name for name in self._tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
         of_layers = () if self.written is None else self.written.kinds
-        names = {own: name for name, own in self._family.in_file(self.layers, self._moe, of_layers).items()}
+        template = self._layer
+        names = {own: name for name, own in self._family.in_file(self.layers, self._moe, template, of_layers).items()}
         for own in sorted(mine & names.keys()):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)
             yield names[own], whole if heads is None else halved(whole, heads)
         others: set[str] = set()
-        for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], self._moe).items():
+        for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], template).items():
             if mine.issuperset(parts):
                 others |= {*parts}
                 yield name, change.together(self._settings(layer), [self._read(part) for part in parts])

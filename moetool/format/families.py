@@ -29,8 +29,8 @@ def architecture_of(config: Mapping[str, object]) -> Architecture:
     )
 
 
-def dense_architecture_of(config: Mapping[str, object]) -> DenseArchitecture:
-    """The family of a dense model.
+def dense_architecture_of(config: Mapping[str, object], *, may_lie_within: bool = False) -> DenseArchitecture:
+    """The family of a dense model; with `may_lie_within` also of one that is the language model in another.
 
     Raises:
         InvalidInputError: the model has experts already, encodes only, or its family is not known.
@@ -39,7 +39,7 @@ def dense_architecture_of(config: Mapping[str, object]) -> DenseArchitecture:
         raise InvalidInputError(
             f"This model ({config.get('model_type')}) {spec.made}. Start from the dense model that it was made of."
         )
-    return find_dense_architecture(config)
+    return find_dense_architecture(config, may_lie_within=may_lie_within)
 
 
 def is_opaque(config: Mapping[str, object]) -> bool:

@@ -36,8 +36,9 @@ class DenseModel:
             16 bits.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config)
+    def __init__(self, checkpoint: Checkpoint, *, may_lie_within: bool = False) -> None:
+        """With `may_lie_within` also of one that is the language model of one that sees or hears."""
+        self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config, may_lie_within=may_lie_within)
         self.checkpoint = _of_language_model(checkpoint, self.architecture)
         check_unquantized(checkpoint.config)
         self.layers, self.ffn_layers = self.architecture.layers, self.architecture.ffn_layers
@@ -59,7 +60,7 @@ class DenseModel:
     @cached_property
     def config(self) -> "PreTrainedConfig":
         """transformers' config of the model, defaults filled in. Raises `InvalidInputError`."""
-        return model_config(self.checkpoint.config, self.checkpoint.path)
+        return model_config(self.checkpoint.config, self.checkpoint.path).get_text_config()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -23,6 +23,7 @@ from moetool.quiet import quiet
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT / "tests"))
+import around_dense  # noqa: E402
 import around_families  # noqa: E402
 import dense_families  # noqa: E402
 import derived_dense  # noqa: E402
@@ -76,6 +77,16 @@ found and nothing was run. {written} have an architecture that `export --format 
 logits in llama.cpp.
 
 | `model_type` | what was run, or why it is refused | GGUF |
+|---|---|---|
+"""
+AROUND_HEADER = """
+# Dense language models in models that see or hear
+
+`upcycle` and `moefy` refuse them; `export --format gguf` writes the language model alone, and llama.cpp has the same
+logits of a tiny random model of each of these {count}. Other models that see are taken where transformers has a class of
+them for pictures and text and their language model has a *GGUF* above.
+
+| `model_type` | language model | GGUF |
 |---|---|---|
 """
 # Model types whose networks are found, and which a job refuses all the same.
@@ -176,7 +187,19 @@ def dense_text() -> str:
     in_files = {name: dense_in_gguf(name) for name, _ in found}
     counts = {"count": len(found), "taken": len(run), "alone": len(alone), "written": sum(map(bool, in_files.values()))}
     head = DENSE_HEADER.format(version=transformers.__version__, **counts)
-    return head + "\n".join(f"| `{name}` | {told} | {in_files[name]} |" for name, told in found) + "\n"
+    return head + "\n".join(f"| `{name}` | {told} | {in_files[name]} |" for name, told in found) + "\n" + around_text()
+
+
+def around_text() -> str:
+    """The end of the page, of dense language models in others."""
+    found = sorted({(name.partition("/")[0], str(inner["model_type"])) for name, inner in _within()})
+    lines = [f"| `{around}` | `{inner}` | {dense_in_gguf(inner)} |" for around, inner in found]
+    return AROUND_HEADER.format(count=len({around for around, _ in found})) + "\n".join(lines) + "\n"
+
+
+def _within() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in around_dense.AROUND_DENSE:
+        yield name, around_dense.text_config(name.partition("/")[2])
 
 
 if __name__ == "__main__":

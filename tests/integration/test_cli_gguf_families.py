@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from around_dense import AROUND_DENSE
 from checkpoints import config_of, copy_of, load, tensors_of
 from families import add_prediction_layer
 from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, WHOLE, WINDOW, gguf_model
@@ -28,8 +29,8 @@ TURNED = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 LONG_ROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
-MODELS = (*GGUF_MODELS, *DENSE_GGUF_MODELS)
-DENSE_STRUCTURES = ("gemma3", "phi3-partial", "gpt2")
+MODELS = (*GGUF_MODELS, *DENSE_GGUF_MODELS, *AROUND_DENSE)
+DENSE_STRUCTURES = ("gemma3", "phi3-partial", "gpt2", "qwen3_vl/qwen3_vl_text", "mistral3/ministral3-long")
 STRUCTURES = (
     "deepseek_v3",
     "gpt_oss",
@@ -150,7 +151,7 @@ def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
-@pytest.mark.parametrize("name", [*GGUF_MODELS, *sampled(DENSE_GGUF_MODELS, DENSE_STRUCTURES)])
+@pytest.mark.parametrize("name", [*GGUF_MODELS, *sampled((*DENSE_GGUF_MODELS, *AROUND_DENSE), DENSE_STRUCTURES)])
 def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     result = export(run_cli, model(name), tmp_path / "out", "--type", "f32")
     assert result.code == 0, result.stderr
@@ -559,6 +560,46 @@ def test_the_language_model_alone_is_written_of_one_that_sees(run_cli: Any, mode
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
     assert fields["qwen3vlmoe.n_deepstack_layers"].contents() == 2
     assert fields["qwen3vlmoe.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+
+
+def test_who_makes_the_file_with_the_part_that_sees(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    for name in ("gemma3/gemma3", "llava/llama"):
+        result = export(run_cli, model(name), tmp_path / name, "--type", "f32")
+        assert result.code == 0, result.stderr
+        assert "the language model alone" in result.stderr
+        assert ("convert_hf_to_gguf.py --mmproj" in result.stderr) == name.startswith("gemma3")
+
+
+def test_logits_that_a_class_around_a_language_model_leaves_as_they_are_are_a_note(
+    run_cli: Any, model: Made, tmp_path: Path
+) -> None:
+    """LLaVA with Granite: transformers forgets by what its logits are divided."""
+    result = export(run_cli, model("llava/granite"), tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    assert "(logits_scaling)" in result.stderr
+    assert "(logits_scaling)" not in export(run_cli, model("llava/llama"), tmp_path / "other", "--type", "f32").stderr
+
+
+def test_a_model_within_that_llama_cpp_turns_otherwise_is_refused(run_cli: Any, model: Made, tmp_path: Path) -> None:
+    result = export(run_cli, model("hunyuan_vl/hunyuan_vl_text"), tmp_path / "out")
+    assert result.code == 3
+    assert "three of its four axes" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["iquestcoder", "mistral3/mistral"])
+def test_a_head_that_differs_from_embeddings_is_kept_whatever_a_config_says(
+    run_cli: Any, model: Any, tmp_path: Path, name: str
+) -> None:
+    """transformers ties no matrices that are both there and differ; Mistral Small's config says that they are tied."""
+    source = copy_of(model(name, tie_word_embeddings=False), tmp_path / "source")
+    config = config_of(source)
+    config["tie_word_embeddings"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    result = export(run_cli, source, tmp_path / "out", "--type", "f32")
+    assert result.code == 0, result.stderr
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    [head] = [tensor for key, tensor in tensors_of(source).items() if key.endswith("lm_head.weight")]
+    assert (tensors["output.weight"] == head.numpy()).all()
 
 
 def test_what_a_config_leaves_out_around_a_language_model(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ def _only_encodes(config: Mapping[str, object]) -> bool:
     return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() - others
 
 
-def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
-    """Describe the dense model behind a `config.json`, whatever custom modules that lists.
+def find_dense_architecture(config: Mapping[str, object], *, may_lie_within: bool = False) -> DenseArchitecture:
+    """Describe the dense model behind a `config.json`, whatever custom modules that lists; with `may_lie_within` also
+    one that is the language model of a model that sees or hears.
 
     Raises:
         InvalidInputError: the model is an MoE model already, encodes only, has an encoder and a decoder, has others
@@ -96,7 +97,7 @@ def find_dense_architecture(config: Mapping[str, object]) -> DenseArchitecture:
             f"This model ({model_type}) has an encoder that reads one text and a decoder that writes another. "
             "Upcycling and moefying need a causal language model."
         )
-    if isinstance(inner := config.get("text_config"), Mapping):
+    if not may_lie_within and isinstance(inner := config.get("text_config"), Mapping):
         raise InvalidInputError(
             f"This model ({model_type}) is a language model ({inner.get('model_type')}) with others around it. "
             "Save the language model as a checkpoint of its own first."

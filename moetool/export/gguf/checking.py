@@ -108,8 +108,8 @@ def _check_attention(source: GgufSource) -> None:
 
 def _check_states(source: GgufSource) -> None:
     """Of families with layers that carry a state: llama.cpp keeps states and keys, and loads no model without both."""
-    family, moe = source.family, source.moe
-    owns = {name: names for name, (_, names) in family.changed(range(source.layers), moe).items()}
+    family = source.family
+    owns = {name: names for name, (_, names) in family.changed(range(source.layers), source.layer).items()}
     owns |= {name: (own,) for name, own in source.names_in_file.items()}
     if not any(map(_OF_STATE.search, chain(*owns.values()))):
         return

@@ -79,6 +79,13 @@ class GgufFacts:
         return None if self.experts is None else self.experts.architecture
 
     @property
+    def layer(self) -> str:
+        """The prefix of a layer's tensors in the checkpoint, a template with `{layer}` for its index."""
+        if self.moe is not None:
+            return self.moe.layer
+        return self.dense.architecture.layer if self.dense is not None and self.is_within else self.family.layer
+
+    @property
     def layers(self) -> int:
         """Number of decoder layers, by the model's config."""
         return int(self.config.num_hidden_layers)
@@ -95,12 +102,12 @@ class GgufFacts:
 
     def layer_prefix(self, layer: int) -> str:
         """The beginning of the names of a layer's tensors in the checkpoint, with its dot."""
-        return f"{self.family.layer.format(layer=layer)}." if self.moe is None else self.moe.layer_prefix(layer)
+        return f"{self.layer.format(layer=layer)}."
 
     @cached_property
     def names_in_file(self) -> Mapping[str, str]:
         """GGUF's names of the checkpoint's tensors, by their own, but for experts and what the family changes."""
-        return self.family.in_file(self.layers, self.moe, self.kinds)
+        return self.family.in_file(self.layers, self.moe, self.layer, self.kinds)
 
     @property
     def embeddings_name(self) -> str:
@@ -124,9 +131,19 @@ class GgufFacts:
 
     @cached_property
     def is_tied(self) -> bool:
-        """Whether the model's head shares the matrix of its embeddings, which the config of the whole model says."""
+        """Whether the model's head shares the matrix of its embeddings, as the config of the whole model says: where a
+        checkpoint has both and they differ, transformers shares none."""
+        if self.head_name not in self.checkpoint.tensors:
+            return True
         is_said = self.family.may_tie and getattr(self.whole_config, "tie_word_embeddings", False)
-        return is_said or self.head_name not in self.checkpoint.tensors
+        return is_said and (self.checkpoint.is_imagined or self._is_same(self.head_name, self.embeddings_name))
+
+    def _is_same(self, name: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint have the same numbers: transformers ties no others."""
+        if self.checkpoint.info(name).shape != self.checkpoint.info(other).shape:
+            return False
+        pairs = zip(self.checkpoint.blocks(name), self.checkpoint.blocks(other), strict=True)
+        return all(torch.equal(one, two) for one, two in pairs)
 
     @cached_property
     def heads_in_file(self) -> tuple[int, int]:

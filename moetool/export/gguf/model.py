@@ -63,7 +63,7 @@ class GgufSource(GgufFacts):
         text = model_config(config, checkpoint.path).get_text_config()
         family = gguf_family(Settings({**checkpoint.settings, "model_type": text.model_type}))
         if not family.is_moe:
-            dense = DenseModel(checkpoint)
+            dense = DenseModel(checkpoint, may_lie_within=True)
             return cls(dense.checkpoint, family, dense, None)
         checkpoint = decoded(checkpoint)
         return cls(checkpoint, family, None, ExpertReader(checkpoint, architecture_of(config)))
@@ -179,7 +179,7 @@ class GgufSource(GgufFacts):
 
     def changes(self, layer: int) -> dict[str, Change]:
         """By module of a loaded layer, how rows of its weight are arranged in the file, where that is not by heads."""
-        changed, prefix = self.family.changed([layer], self.moe), self.layer_prefix(layer)
+        changed, prefix = self.family.changed([layer], self.layer), self.layer_prefix(layer)
         return {
             name.removeprefix(prefix).removesuffix(".weight"): change
             for name, (change, _) in changed.items()
@@ -189,7 +189,7 @@ class GgufSource(GgufFacts):
     @cached_property
     def _changes_by_name(self) -> Mapping[str, tuple[Change, tuple[str, ...]]]:
         """The changes of tensors of all layers and outside of them by the checkpoint's names, with the file's names."""
-        return self.family.changed(range(self.layers), self.moe)
+        return self.family.changed(range(self.layers), self.layer)
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
         """Reorder values per row of a tensor, named as in GGUF, from the model's order of rows to the file's."""
@@ -217,7 +217,7 @@ class GgufSource(GgufFacts):
         layers = self.layer_prefix(0).removesuffix("0.")
         if name.startswith(layers) and (number := name.removeprefix(layers).partition(".")[0]).isdecimal():
             return int(number) >= self.layers
-        is_own = name.startswith(under(self.moe, "model.")) and not name.startswith(self.family.around)
+        is_own = name.startswith(under(self.layer, "model.")) and not name.startswith(self.family.around)
         return (self.is_within and name != self.head_name and not is_own) or _FURTHER.match(name) is not None
 
     def _changed(self, name: str, change: Change, owns: Sequence[str], common: NumberType) -> Iterator[GgufTensor]:

@@ -1,11 +1,17 @@
 """Notes for who exports a model: where llama.cpp differs from transformers on it, and what is left out."""
 
+import inspect
 from collections.abc import Collection
 
+from moetool.architectures.described import class_of
 from moetool.checkpoint.stored.mxfp4 import TurnedExperts
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import LONG_ROPE
 from moetool.format.gguf.blocks import MXFP4, NumberType
+from moetool.format.gguf.seeing import SEEN_BY_CONVERTER
+
+# Entries by which the class of a language model changes its logits, and classes of models around it may not.
+_OF_LOGITS = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
@@ -26,8 +32,24 @@ def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
     if (own := source.family.remark(config)) is not None:
         found.append(own)
     if source.is_within:
-        found.append("The file has the language model alone: for pictures llama.cpp wants a second one (mmproj).")
+        found += _of_one_within(source)
     stored = any(isinstance(form, TurnedExperts) for form in source.checkpoint.forms.values())
     if stored and MXFP4 not in types:
         found.append("The experts are published in MXFP4: --experts-type mxfp4 keeps them as they are.")
     return found
+
+
+def _of_one_within(source: GgufSource) -> list[str]:
+    """Sentences on a language model that lies in a model that sees or hears."""
+    whole, told = source.whole_config, "The file has the language model alone, and nothing that sees or hears: for "
+    told += "pictures llama.cpp wants a second one (mmproj)"
+    if whole.model_type in SEEN_BY_CONVERTER:
+        told += ", which its convert_hf_to_gguf.py --mmproj makes of the model"
+    forward = inspect.getsource(found.forward) if (found := class_of(whole)) is not None else ""
+    keys = [key for key in _OF_LOGITS if getattr(source.config, key, None) not in (None, 1) and key not in forward]
+    differing = [
+        f"transformers' class of {whole.model_type} does not change logits as this language model does alone, and as "
+        f"llama.cpp does ({key}): it gives other probabilities."
+        for key in keys
+    ]
+    return [f"{told}.", *differing]

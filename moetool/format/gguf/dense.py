@@ -174,7 +174,19 @@ _OLMO2 = GgufFamily(
     names=_POST_NORMS,
     computes=UNBIASED,
 )
-_GLM4 = GgufFamily(
+QWEN2 = GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES)
+QWEN3 = GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES)
+ERNIE = GgufFamily("ernie4_5", "ernie4_5", is_moe=False, computes={"use_bias": (False,)})
+_HUNYUAN = GgufFamily(
+    "hunyuan_v1_dense",
+    "hunyuan-dense",
+    is_moe=False,
+    names=head_norms("query_layernorm", "key_layernorm"),
+    stretches_rope=True,
+    computes=UNBIASED,
+    cutting="hunyuan-dense",
+)
+GLM4 = GgufFamily(
     "glm4",
     "glm4",
     is_moe=False,
@@ -190,8 +202,8 @@ _GLM4 = GgufFamily(
 DENSE: tuple[GgufFamily, ...] = (
     _LLAMA,
     MISTRAL,
-    GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES),
-    GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES),
+    QWEN2,
+    QWEN3,
     GRANITE_DENSE,
     replace(_LLAMA, model_type="iquestcoder", is_read=False),
     _GEMMA,
@@ -229,7 +241,7 @@ DENSE: tuple[GgufFamily, ...] = (
         windows_turn_alike=True,
         objection=nothing,
     ),
-    _GLM4,
+    GLM4,
     GgufFamily(
         "starcoder2",
         "starcoder2",
@@ -269,15 +281,7 @@ DENSE: tuple[GgufFamily, ...] = (
         objection=_other_exaone,
         cutting="exaone4",
     ),
-    GgufFamily(
-        "hunyuan_v1_dense",
-        "hunyuan-dense",
-        is_moe=False,
-        names=head_norms("query_layernorm", "key_layernorm"),
-        stretches_rope=True,
-        computes=UNBIASED,
-        cutting="hunyuan-dense",
-    ),
+    _HUNYUAN,
     GgufFamily(
         "seed_oss",
         "seed_oss",
@@ -323,7 +327,7 @@ DENSE: tuple[GgufFamily, ...] = (
         numbers={f"mlp.act_fn.{number}": f"xielu.{number}" for number in ("alpha_p", "alpha_n", "beta", "eps")},
         computes={"hidden_act": ("xielu",), "mlp_bias": (False,)},
     ),
-    GgufFamily("ernie4_5", "ernie4_5", is_moe=False, computes={"use_bias": (False,)}),
+    ERNIE,
     GgufFamily(
         "olmo",
         "olmo",
@@ -355,5 +359,5 @@ DENSE: tuple[GgufFamily, ...] = (
         multipliers={"layer_norm_eps": EPSILON},
         computes={"hidden_act": TANH_GELU, "qk_layernorm": (False,)},
     ),
-    replace(_GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
+    replace(GLM4, model_type="glm", architecture="chatglm", is_square=True, names={}),
 )

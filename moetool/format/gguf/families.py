@@ -17,6 +17,7 @@ from moetool.format.gguf.lightning import LIGHTNING
 from moetool.format.gguf.limited import MINIMAX_M3_OF_HUB, OF_LIMITED
 from moetool.format.gguf.mixed import MIXED
 from moetool.format.gguf.recurrent import GRANITE_4_DENSE, RECURRENT
+from moetool.format.gguf.seeing import SEEING
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
 from moetool.format.gguf.streams import OF_STREAMS
@@ -24,6 +25,7 @@ from moetool.format.gguf.streams import OF_STREAMS
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *DENSE,
     *BEFORE_LLAMA,
+    *SEEING,
     *OF_SOFTMAX,
     *OF_LATENT,
     *OF_SIGMOID,
@@ -36,6 +38,8 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *OF_INDEXED,
 )
 _REFUSED: Mapping[str, str] = {
+    "hunyuan_vl_text": "llama.cpp turns queries and keys of this model by three of its four axes in a text, "
+    "transformers by all of them. It would be another model.",
     "phimoe": "llama.cpp gives the two experts of a token weights that add up to one; this model's router "
     "(SparseMixer) gives nearly one to each. It would be another model.",
 }

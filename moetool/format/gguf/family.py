@@ -44,9 +44,11 @@ def _key_heads(config: "PreTrainedConfig") -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def under(moe: Architecture | None, name: str) -> str:
-    """A tensor's name in a checkpoint whose language model lies in another model, or is not called `model`."""
-    root = _ROOT if moe is None else moe.layer.removesuffix(_LAYERS.removeprefix(_ROOT))
+def under(layer: str, name: str) -> str:
+    """A tensor's name in a checkpoint whose language model lies in another model, or is not called `model`; `layer` is
+    the prefix of its layers' tensors."""
+    inside = _LAYERS.removeprefix(_ROOT)
+    root = layer.removesuffix(inside) if layer.endswith(inside) else _ROOT
     if name.startswith(_ROOT):
         return root + name.removeprefix(_ROOT)
     return root.removesuffix(_ROOT) + name if root.endswith(f".{_ROOT}") else name
@@ -289,34 +291,38 @@ class GgufFamily:
     remark: Callable[["PreTrainedConfig"], str | None] = nothing
     leaves_out: tuple[str, ...] = ()
 
-    def in_file(self, layers: int, moe: Architecture | None, kinds: Sequence[str] = ()) -> dict[str, str]:
+    def in_file(
+        self, layers: int, moe: Architecture | None, layer: str | None = None, kinds: Sequence[str] = ()
+    ) -> dict[str, str]:
         """Map the names of a checkpoint's tensors to those of GGUF, for all tensors but those of experts and `changes`.
 
         Args:
             layers: of the model.
             moe: its architecture, if it has experts.
+            layer: prefix of its layers' tensors, if it is another than that of the family's dense models.
             kinds: of its layers, where these have names of their own (`of_kinds`).
         """
-        mixing, prefix = (range(layers), self.layer) if moe is None else (moe.moe_layers, moe.layer)
+        mixing, prefix = range(layers) if moe is None else moe.moe_layers, layer or self.layer
         outside = {**_OUTSIDE, **self.outside}
-        found = {under(moe, name): own for name, own in outside.items() if own and name not in self.changes}
-        for layer in range(layers):
-            inside = self._inside(moe if layer in mixing else None)
-            inside |= self.of_kinds.get(kinds[layer], {}) if self.of_kinds else {}
-            begin = prefix.format(layer=layer) + "."
-            found |= {begin + name: layer_in_file(layer, own) for name, own in inside.items()}
+        found = {under(prefix, name): own for name, own in outside.items() if own and name not in self.changes}
+        for index in range(layers):
+            inside = self._inside(moe if index in mixing else None)
+            inside |= self.of_kinds.get(kinds[index], {}) if self.of_kinds else {}
+            begin = prefix.format(layer=index) + "."
+            found |= {begin + name: layer_in_file(index, own) for name, own in inside.items()}
         return found
 
-    def changed(self, layers: Collection[int], moe: Architecture | None) -> dict[str, tuple[Change, tuple[str, ...]]]:
-        """The changes of tensors outside and in these layers by the checkpoint's names, with the file's names."""
-        prefix, found = self.layer if moe is None else moe.layer, dict[str, tuple[Change, tuple[str, ...]]]()
+    def changed(self, layers: Collection[int], layer: str | None = None) -> dict[str, tuple[Change, tuple[str, ...]]]:
+        """The changes of tensors outside and in these layers by the checkpoint's names, with the file's names; `layer`
+        as in `in_file`."""
+        prefix, found = layer or self.layer, dict[str, tuple[Change, tuple[str, ...]]]()
         for name, change in self.changes.items():
             if name.startswith(_ROOT):
-                found[under(moe, name)] = change, change.names
+                found[under(prefix, name)] = change, change.names
                 continue
-            for layer in layers:
-                own = tuple(layer_in_file(layer, own) for own in change.names)
-                found[f"{prefix.format(layer=layer)}.{name}"] = change, own
+            for index in layers:
+                own = tuple(layer_in_file(index, own) for own in change.names)
+                found[f"{prefix.format(layer=index)}.{name}"] = change, own
         return found
 
     def _inside(self, moe: Architecture | None) -> dict[str, str]:
