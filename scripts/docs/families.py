@@ -83,8 +83,8 @@ AROUND_HEADER = """
 # Dense language models in models that see or hear
 
 `upcycle` and `moefy` refuse them; `export --format gguf` writes the language model alone, and llama.cpp has the same
-logits of a tiny random model of each of these {count}. Other models that see are taken where transformers has a class of
-them for pictures and text and their language model has a *GGUF* above.
+logits of a tiny random model of each of these {count}. Other models that see are taken where transformers has a class
+for pictures and text of them, and their language model has a *GGUF* above.
 
 | `model_type` | language model | GGUF |
 |---|---|---|
