@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from moetool.calibration.peers import Peers
-from moetool.calibration.streaming import StreamedModel
 from moetool.numerics.gram import Gram
+
+if TYPE_CHECKING:
+    from moetool.calibration.streaming import StreamedModel
 
 
 class InputMoments:
@@ -65,7 +68,7 @@ def watched_inputs(ffn: nn.Module, see: Callable[[Tensor], None]) -> Iterator[No
 
 @torch.no_grad()
 def prompt_moments(
-    model: StreamedModel, prompts: Sequence[Sequence[Tensor]], ffn: str, tick: Callable[[], None]
+    model: "StreamedModel", prompts: Sequence[Sequence[Tensor]], ffn: str, tick: Callable[[], None]
 ) -> list[InputMoments]:
     """Moments of every layer's FFN inputs, by group of prompts.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -10,7 +11,6 @@ from torch import Tensor
 from moetool.architectures.base import Architecture
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture, is_encoder
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError, VerificationError
@@ -24,6 +24,9 @@ from moetool.measure.options import LoadedOptions
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.predictions import marks
 from moetool.measure.results import Likeness
+
+if TYPE_CHECKING:
+    from moetool.calibration.streaming import StreamedModel
 
 
 class LikenessOptions(LoadedOptions):
@@ -146,6 +149,8 @@ def layer_errors(
         options: how models are loaded.
         progress: told of each layer.
     """
+    from moetool.calibration.streaming import StreamedModel
+
     device = pick_device("auto" if options.device == "map" else options.device)
     models = [
         StreamedModel(one, _family(one.config), computed_in(original, options.device, options.compute_dtype), device)
@@ -164,7 +169,7 @@ def layer_errors(
     return errors
 
 
-def _outputs(model: StreamedModel, index: int, hidden: list[Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+def _outputs(model: "StreamedModel", index: int, hidden: list[Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
     with model.layer(index) as layer:
         return [model.run_layer(index, layer, rows, tokens) for rows, tokens in zip(hidden, batches, strict=True)]
 

@@ -65,7 +65,6 @@ def rotated(matrix: Tensor, rotation: Rotation | None) -> Tensor:
     return matrix if rotation is None else rotation(matrix)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _signs(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[width] of -1 and 1: the highest bits of the words of the stream `key(seed, "rotation")`."""
@@ -74,7 +73,6 @@ def _signs(width: int, seed: int, dtype: torch.dtype, device: torch.device) -> T
         return torch.from_numpy(2 * high - 1).to(device, dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _hadamard(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[2^bits, 2^bits], orthonormal."""
@@ -83,3 +81,8 @@ def _hadamard(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         for _ in range(bits):
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         return (matrix / 2 ** (bits / 2)).to(device, dtype)
+
+
+# The mark of `torch.compiler.assume_constant_result`, which imports all of the compiler for it: seconds at every start.
+for _table in (_signs, _hadamard):
+    _table._dynamo_marked_constant = True  # type: ignore[attr-defined]

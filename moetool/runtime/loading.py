@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from moetool.architectures import aliases
 from moetool.architectures.base import Settings
@@ -24,9 +22,7 @@ from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
 from moetool.format.marker import moetool_entry
 from moetool.quiet import quiet
-from moetool.runtime.attention import attend_by_kernels
 from moetool.runtime.memory import free_bytes, sparing_memory, spread_bytes
-from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +36,8 @@ _NAMED = 3  # tensors that an error names
 
 def model_class(config: Mapping[str, object]) -> Any:
     """`AutoModelForMaskedLM` for a family of encoders, for any other the class of its causal language model."""
+    from transformers import AutoModelForMaskedLM
+
     return AutoModelForMaskedLM if is_encoder(config) else language_model_class(config.get("model_type"))
 
 
@@ -123,6 +121,8 @@ def load_model(
         InvalidInputError: transformers cannot load it, or it has other tensors than the files, in names or shapes.
         ResourceError: there is too little memory for it.
     """
+    from moetool.runtime.attention import attend_by_kernels
+
     if not paged:
         check_memory(checkpoint, dtype, device)
     renamed = {re.escape(alias): own for alias, own in aliases(checkpoint.config).items()}
@@ -164,6 +164,9 @@ class _OnDisk:
 def _from_decoded(checkpoint: Checkpoint, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     """What `from_pretrained` gives for a checkpoint that another tool has quantized, each tensor decoded by moetool:
     transformers' own way needs the tool, a card, or sizes that blocks divide."""
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
     described, tensors = model_config(checkpoint.config, checkpoint.path), checkpoint.tensors
     described._name_or_path = str(checkpoint.path)
     found = model_class(checkpoint.config)._model_mapping[type(described)]
@@ -194,6 +197,8 @@ def surplus(names: Sequence[str], config: Settings) -> list[str]:
 
 def run_experts_of_any_width(model: "PreTrainedModel") -> None:
     """Let a model's experts run in moetool's way, which takes any shape, if torch's grouped products cannot."""
+    from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
+
     native = (own for own in model.modules() if hasattr(own, "is_transposed") and hasattr(own, "_apply_gate"))
     if not all(map(fits_grouped_products, native)):
         model.set_experts_implementation(MOETOOL_EXPERTS)

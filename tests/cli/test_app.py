@@ -74,6 +74,25 @@ def test_nothing_heavy_is_imported_for_them(arguments: tuple[str, ...], code: in
     assert json.loads(imports) == []
 
 
+def test_transformers_and_the_compiler_are_imported_for_a_model_alone() -> None:
+    """Options of all stages are known without them: together they take longer than all else at the start."""
+    heavy = ("transformers", "datasets", "scipy", "torch._dynamo")
+    command = [
+        sys.executable,
+        "-c",
+        _RUN.format(heavy=heavy),
+        "compress",
+        "no-such",
+        "out",
+        "--ratio",
+        "40%",
+        "--dry-run",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 3
+    assert json.loads(run.stderr.splitlines()[-1]) == []
+
+
 def test_every_parameter_goes_there_and_back() -> None:
     for record in table()["parameters"]:
         if record["name"] in ("method", "format"):

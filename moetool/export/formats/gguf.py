@@ -15,8 +15,6 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from transformers.utils import GENERATION_CONFIG_NAME
-
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
 from moetool.checkpoint.sizes import format_bytes
@@ -355,6 +353,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def _modelfile(self) -> str:
         """What Ollama is told of the file."""
+        from transformers.utils import GENERATION_CONFIG_NAME
+
         has_template = self._tokenizer is not None and self._tokenizer.template is not None
         file, given = self.source.checkpoint.path / GENERATION_CONFIG_NAME, {}
         with contextlib.suppress(OSError, ValueError):  # transformers says what is wrong with it, where it matters
