@@ -150,9 +150,11 @@ class GgufSource(GgufFacts):
         """Most numbers of the model that are in memory at once while its tensors are written: a part of a tensor, an
         expert's matrix, or a matrix whose rows lie in another order in the file."""
         expert = 0 if self.experts is None else self.experts.shape.hidden * self.experts.shape.intermediate
-        whole = [info for name, info in self.checkpoint.tensors.items() if name in self._changes_by_name]
+        tensors = self.checkpoint.tensors
+        part = min(_PART, max(math.prod(info.shape) for info in tensors.values()))
+        whole = [info for name, info in tensors.items() if name in self._changes_by_name]
         turned = self.head_width * int(self.config.num_attention_heads) * int(self.config.hidden_size)
-        return max(_PART, expert, turned, *(math.prod(info.shape) for info in whole), 0)
+        return max(part, expert, turned, *(math.prod(info.shape) for info in whole))
 
     def projections(self, layer: int) -> dict[str, list[str]]:
         """By module of a loaded layer, GGUF's names of the matrices that lie in its weight, one below the other: those
