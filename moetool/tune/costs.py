@@ -18,6 +18,7 @@ COUNTED = 32_768  # tokens of the examples on which choices of experts are count
 def training_phases(
     checkpoint: Checkpoint,
     tokens: int,
+    length: int,
     steps: int,
     trained: int,
     *,
@@ -26,33 +27,41 @@ def training_phases(
     chooses: bool,
     teacher: Checkpoint | None = None,
 ) -> Phases:
-    """The phases of a training of so many tokens in so many steps that moves `trained` numbers of a checkpoint; `again`
-    if forwards are made twice for less memory, `chooses` if the experts that learn are chosen before. A `teacher` sees
-    all tokens, too."""
+    """The phases of a training of so many tokens, in rows of a `length`, in so many steps, that moves `trained` numbers
+    of a checkpoint; `again` if forwards are made twice for less memory, `chooses` if the experts that learn are chosen
+    before. A `teacher` sees all tokens, too."""
     made = COEFFICIENTS
-    work = _training_work(checkpoint, tokens, steps, trained, 1 + made.backward + again, bf16=bf16)
+    work = _training_work(checkpoint, tokens, length, steps, trained, 1 + made.backward + again, bf16=bf16)
     if teacher is not None:
-        work += _training_work(teacher, tokens, steps, 0, 1, bf16=bf16)
-    choosing = _training_work(checkpoint, COUNTED, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
+        work += _training_work(teacher, tokens, length, steps, 0, 1, bf16=bf16)
+    choosing = _training_work(checkpoint, COUNTED, length, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),
-        Phase(TRAIN, work),
+        Phase(TRAIN, work + Work(calls=made.open_calls)),
         Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
     )
 
 
-def _training_work(checkpoint: Checkpoint, tokens: int, steps: int, trained: int, times: float, *, bf16: bool) -> Work:
-    """Work of so many steps on so many tokens that take `times` as much as a forward, and move `trained` numbers."""
+def _training_work(
+    checkpoint: Checkpoint, tokens: int, length: int, steps: int, trained: int, times: float, *, bf16: bool
+) -> Work:
+    """Work of so many steps on so many tokens, in rows of a `length`, that take `times` as much as a forward, and move
+    `trained` numbers. Each matrix of n numbers gives a token about n / width numbers, which are then read and written
+    a third as often as a hidden state in all of a layer: it has at least three matrices."""
     config, tensors = checkpoint.settings, checkpoint.tensors
     numbers = {name: math.prod(info.shape) for name, info in tensors.items()}
     routed = sum(count for name, count in numbers.items() if ".experts." in name)
     share = (whole_number(config, *TOP_K_KEYS) or 1) / (whole_number(config, *EXPERT_KEYS) or 1)
     active = sum(numbers.values()) - routed * (1 - min(1.0, share))
     layers = whole_number(config, "num_hidden_layers") or 1
-    made, width = COEFFICIENTS, whole_number(config, "hidden_size") or 0
+    made, width = COEFFICIENTS, whole_number(config, "hidden_size", "n_embd") or 1
+    heads = whole_number(config, "num_attention_heads", "n_head") or -(-width // 64)
+    gradients = active * min(1.0, trained / max(1, sum(numbers.values())))  # of what is trained, beside those of inputs
+    products = times * (active + layers * length * width) + gradients
+    passed = times * (4 * made.passes / 3 * active / width + made.score_bytes * layers * heads * length)
     return Work(
-        products={"bfloat16" if bf16 else "float32": times * tokens * active},
-        moved=times * tokens * layers * made.passes * width * 4 + steps * 40 * trained,
+        products={"bfloat16" if bf16 else "float32": made.narrow * tokens * products},
+        moved=tokens * passed + steps * 40 * trained,
         calls=steps * (times * layers * made.layer_calls + 10 * len(tensors)),
         read=checkpoint.weight_bytes,
     )

@@ -110,6 +110,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         phases = training_phases(
             checkpoint,
             steps * per_step,
+            options.sequence_length,
             steps,
             trained,
             bf16=options.bf16,
@@ -126,6 +127,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             + (4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples)
             + taught,
             phases=phases,
+            advice="The model is trained whole, in float32. A smaller --batch-size (with --accumulation), shorter rows "
+            "(--sequence-length) and --gradient-checkpointing need less.",
             details={"parameters": numbers, "tokens_per_step": per_step},
         )
 
