@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from moetool.calibration.boundaries import kept_dtype
+from moetool.calibration.boundaries import TOKENS_PER_BATCH, kept_dtype
 from moetool.calibration.cutting import DRAWING
 from moetool.checkpoint.sizes import format_bytes
-from moetool.costs.calibration_cost import BASELINE, CalibrationCost
+from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import USABLE, LayerMemory
 from moetool.costs.phases import Phase
 from moetool.errors import ResourceError, UsageError
@@ -127,9 +127,11 @@ class Plan:
             return self.advice
         if memory is None and (self.experts_at_once or 1) > 1:
             return "With --memory, say of what is free, it works on fewer experts at a time."
-        if memory is not None and memory < BASELINE:
-            return f"Python, torch and transformers alone take {format_bytes(BASELINE)}: allow it more (--memory)."
-        return "Fewer or shorter calibration windows (--samples, --sequence-length) need less."
+        least = (
+            "That is the least it works with: about half a GB for Python and its libraries, embeddings and head, a "
+            f"layer with one of its experts, and a batch of {TOKENS_PER_BATCH:,} tokens or one longer window. "
+        )
+        return ("" if self.experts_at_once is None else least) + "Close other programs, or raise --memory."
 
 
 def bytes_below(directory: Path) -> int:

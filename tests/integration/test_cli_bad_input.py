@@ -293,7 +293,7 @@ OPTIONS: dict[str, tuple[int, tuple[object, ...], list[str]]] = {
     "windows of one token": (2, ("--ratio", 0.3, "--sequence-length", 1), ["--sequence-length", "1"]),
     "no samples": (2, ("--ratio", 0.3, "--samples", 0), ["--samples"]),
     "too little disk": (4, ("--ratio", 0.3, "--disk", "1KB"), ["disk", "1.0 kB"]),
-    "too little memory": (4, ("--ratio", 0.3, "--memory", "1MB"), ["memory", "1.0 MB", "--samples"]),
+    "too little memory": (4, ("--ratio", 0.3, "--memory", "1MB"), ["memory", "1.0 MB", "Python", "--memory"]),
     "no size": (2, ("--ratio", 0.3, "--memory", "plenty"), ["--memory", "plenty", "8GiB"]),
     "no shard size": (2, ("--ratio", 0.3, "--shard-size", "5 loaves"), ["--shard-size", "loaves", "8GiB"]),
     "unknown method": (2, ("--ratio", 0.3, "--method", "magic"), ["magic", "d2moe"]),

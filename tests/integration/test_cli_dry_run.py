@@ -256,6 +256,15 @@ def test_more_than_is_free_is_said_beside_the_plan(run_cli, tiny_mixtral_bf16, c
     assert run_cli(*arguments).code == 4
 
 
+def test_where_fewer_windows_would_not_help_the_least_is_explained(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
+    arguments = ("compress", tiny_mixtral_bf16, tmp_path / "out", "--ratio", 0.3, *calibration, "--memory", "100MB")
+    for more in ((), ("--samples", 1)):
+        refused = run_cli(*arguments, *more, "--dry-run")
+        assert refused.code == 4
+        assert "the least it works with: about half a GB for Python" in refused.stderr
+        assert "Fewer" not in refused.stderr
+
+
 def test_a_name_that_the_hub_cannot_have_is_not_uploaded_to(run_cli, tiny_mixtral):
     for dry in (("--dry-run",), ()):
         result = run_cli("push", tiny_mixtral, "me/a b", *dry)
