@@ -43,7 +43,7 @@ STRUCTURES = (
     *DENSE_STRUCTURES,
 )
 # With GELU, where the last bit of 16 may differ.
-_WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon")
+_WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt")
 
 
 @pytest.fixture(scope="session")
@@ -368,6 +368,9 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("falcon", {"alibi": True}, "alibi"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("granitemoehybrid-attention", {"position_embedding_type": None}, "position_embedding_type"),
+        ("mpt", {"attn_config": {"alibi": False}}, "(alibi)"),
+        ("mpt", {"attn_config": {"softmax_scale": 0.25}}, "softmax_scale"),
+        ("internlm3", {"rope_parameters": LONG_ROPE}, "longrope"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -656,6 +659,18 @@ def test_what_llama_cpp_takes_for_another_in_long_texts_is_a_note(run_cli: Any, 
     assert "a context of more than 32 tokens" in long.stderr
     assert "by tanh" in export(run_cli, model("gpt_neox"), tmp_path / "gelu").stderr
     assert "by tanh" not in export(run_cli, model("gpt_neox-sequential"), tmp_path / "other").stderr
+
+
+def test_what_transformers_takes_for_another_is_a_note(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    """MPT's ALiBi, which transformers does not take from the config, and rotary embeddings that stretch with a text."""
+    steep = export(run_cli, model("mpt", attn_config={"alibi_bias_max": 16}), tmp_path / "steep")
+    assert "(alibi_bias_max = 16)" in steep.stderr
+    fields = gguf.GGUFReader(tmp_path / "steep" / "model.gguf").fields
+    assert fields["mpt.attention.max_alibi_bias"].contents() == 16
+    usual = export(run_cli, model("mpt"), tmp_path / "usual").stderr
+    assert "by tanh" in usual
+    assert "alibi_bias_max" not in usual
+    assert "more than 128 tokens" in export(run_cli, model("internlm3-dynamic"), tmp_path / "dynamic").stderr
 
 
 def test_more_tokens_than_pointed_out_are_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _check_rope(source: GgufSource) -> None:
             f"Rotary embeddings turn {source.rotary_share:.0%} of each head; llama.cpp's '{own}' turns all of it."
         )
     known = {"default": True, "llama3": family.slows_rope, LONG_ROPE: family.has_long_rope}
-    known["dynamic"] = family.stretches_rope and "alpha" in rope
+    known["dynamic"] = family.stretches_rope == ("alpha" in rope)
     if family.has_two_widths:  # llama.cpp wants to be told of every pair of channels
         known = {"proportional": True, **dict.fromkeys(("default", *ROPE_SCALINGS), False)}
     if family.is_latent:  # whose scores llama.cpp would multiply, too

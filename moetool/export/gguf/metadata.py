@@ -123,7 +123,7 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
     base, width, kind = float(rope.get("rope_theta", 10000.0)), source.head_width, rope.get("rope_type", "default")
     if source.family.turns_by_layer:
         writer.add_array(f"{start}.{ROPE_PATTERN}", [bool(own) for own in source.config.layer_rope_theta])
-    if kind == "dynamic":
+    if kind == "dynamic" and source.family.stretches_rope:
         base *= float(rope["alpha"]) ** (width / (width - 2))
     writer.add_float32(f"{start}.{ROPE_BASE}", base)
     if (warmth := rope.get("llama_4_scaling_beta")) is not None:

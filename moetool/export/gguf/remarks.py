@@ -23,6 +23,11 @@ def remarks(source: GgufSource, types: Collection[NumberType]) -> list[str]:
         found.append(f"llama.cpp does not keep to this model's window of {window} tokens: longer texts differ.")
     if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         found.append("llama.cpp rounds where YaRN begins and ends, which this model does not: logits differ slightly.")
+    if rope.get("rope_type") == "dynamic" and not source.family.stretches_rope:
+        found.append(
+            f"llama.cpp does not stretch rotary embeddings for texts of more than {config.max_position_embeddings} "
+            "tokens, as transformers does (rope_type dynamic): longer texts differ."
+        )
     if rope.get("rope_type") == LONG_ROPE:
         length = rope["original_max_position_embeddings"]
         found.append(

@@ -3,16 +3,30 @@
 Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.dense import EPSILON, FULLY_CONNECTED, GELU, NORM_BIASES, TANH_GELU, pair, rounded_gelu
+from moetool.format.gguf.dense import (
+    EPSILON,
+    FULLY_CONNECTED,
+    GELU,
+    NORM_BIASES,
+    ROUNDED_GELU,
+    TANH_GELU,
+    pair,
+    rounded_gelu,
+)
 from moetool.format.gguf.family import Change, Config, GgufFamily, changed, transposed, whole_numbers
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _Counted = Callable[[Config], tuple[int, int]]  # heads of queries and of keys
 
@@ -157,5 +171,57 @@ _GPT2 = replace(
         "add_cross_attention": (False,),
     },
 )
+_ALIBI_MAX = 8  # of transformers' MPT, whatever a config says
 
-BEFORE_LLAMA: tuple[GgufFamily, ...] = (_GPT_NEOX, _BLOOM, _FALCON, _GPT_BIGCODE, _GPT2)
+
+def _clamp_of_mpt(config: "PreTrainedConfig") -> float | None:
+    bound = config.attn_config.clip_qkv
+    return float(bound) if bound else None
+
+
+def _other_mpt(config: "PreTrainedConfig") -> str | None:
+    own, width = config.attn_config, config.d_model // config.n_heads
+    if not own.alibi:
+        return "transformers adds ALiBi to this model's scores, and it has to be there (alibi)"
+    if own.softmax_scale is not None and not math.isclose(own.softmax_scale, width**-0.5):
+        return f"it divides scores by √{width} (softmax_scale)"
+    return None
+
+
+def _remark_on_mpt(config: "PreTrainedConfig") -> str:
+    if (most := config.attn_config.alibi_bias_max) == _ALIBI_MAX:
+        return ROUNDED_GELU
+    return (
+        f"{ROUNDED_GELU} It adds ALiBi to scores as the config says (alibi_bias_max = {most}), transformers as if it "
+        f"said {_ALIBI_MAX}: logits differ."
+    )
+
+
+_MPT = GgufFamily(
+    "mpt",
+    "mpt",
+    is_moe=False,
+    layer="transformer.blocks.{layer}",
+    names={
+        "norm_1.weight": "attn_norm.weight",
+        "norm_2.weight": "ffn_norm.weight",
+        "attn.Wqkv.weight": "attn_qkv.weight",
+        "attn.out_proj.weight": "attn_output.weight",
+    },
+    outside={
+        **dict.fromkeys(_ELSEWHERE, ""),
+        "transformer.wte.weight": EMBEDDINGS,
+        "transformer.norm_f.weight": "output_norm.weight",
+    },
+    dense={f"ffn.{role}_proj.weight": f"ffn_{role}.weight" for role in ("up", "down")},
+    multipliers={"layer_norm_epsilon": EPSILON},
+    derived={
+        "context_length": lambda config: int(config.max_seq_len),
+        "attention.max_alibi_bias": lambda config: float(config.attn_config.alibi_bias_max),
+        "attention.clamp_kqv": _clamp_of_mpt,
+    },
+    objection=_other_mpt,
+    remark=_remark_on_mpt,
+)
+
+BEFORE_LLAMA: tuple[GgufFamily, ...] = (_GPT_NEOX, _BLOOM, _FALCON, _GPT_BIGCODE, _GPT2, _MPT)

@@ -41,6 +41,7 @@ def pair(module: str, own: str) -> dict[str, str]:
 
 FULLY_CONNECTED = {**pair("mlp.c_fc", "ffn_up"), **pair("mlp.c_proj", "ffn_down")}
 _UNGATED = {**pair("mlp.up_proj", "ffn_up"), **pair("mlp.down_proj", "ffn_down")}
+_GATED_WITH_BIASES = {**pair("mlp.gate_proj", "ffn_gate"), **_UNGATED}
 
 MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
 _LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES)
@@ -75,10 +76,12 @@ def _other_gemma3(config: "PreTrainedConfig") -> str | None:
     return _other_gemma(62)(config)
 
 
+ROUNDED_GELU = "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
+
+
 def rounded_gelu(config: "PreTrainedConfig") -> str | None:
-    if "gelu" not in (getattr(config, "hidden_act", None), getattr(config, "activation", None)):
-        return None
-    return "llama.cpp computes GELU by tanh, transformers by the error function: logits differ slightly."
+    named = getattr(config, "hidden_act", None), getattr(config, "activation", None)
+    return ROUNDED_GELU if "gelu" in named else None
 
 
 def _gemma_norms(*further: tuple[str, str]) -> dict[str, Change]:
@@ -206,6 +209,7 @@ DENSE: tuple[GgufFamily, ...] = (
     QWEN3,
     GRANITE_DENSE,
     replace(_LLAMA, model_type="iquestcoder", is_read=False),
+    replace(_LLAMA, model_type="internlm3", is_read=False, dense=_GATED_WITH_BIASES),
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
