@@ -116,6 +116,17 @@ _QWEN4_EXP = {
     "output_gate_type": "sigmoid",
     "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
 }
+_FALCON_H1 = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.6, 0.9, 1.2, 1.4, 0.8],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.45,
+}
 
 # By name: the family, if it is another, and entries of its config.
 GGUF_MODELS: dict[str, dict[str, Any]] = {
@@ -429,6 +440,14 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "iquestcoder": {},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
     "internlm3-dynamic": {"rope_parameters": {**_PLAIN_ROPE, "rope_type": "dynamic", "factor": 6.0}},
+    "falcon_h1": _FALCON_H1,
+    "falcon_h1-normed": {
+        **_FALCON_H1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_n_groups": 2,
+        "tie_word_embeddings": True,
+    },
     "mpt": {"attn_config": {"clip_qkv": 0.5}},
     "mpt-heads": {"hidden_size": 96, "num_attention_heads": 6},
     "gpt_neox": {"rotary_pct": 0.5},

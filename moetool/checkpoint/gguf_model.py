@@ -263,6 +263,8 @@ class GgufModel:
         for own in sorted(mine & names.keys()):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)
+            if self.written is not None:
+                whole = self._family.multiplied(own, self.written.config_of(layer), whole, power=-1)
             yield names[own], whole if heads is None else halved(whole, heads)
         others: set[str] = set()
         for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], template).items():

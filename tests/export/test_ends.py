@@ -1,5 +1,6 @@
 """What errors in embeddings and head cost, against gradients that autograd takes of the whole model."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from moetool.export.gguf import ends
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends, table_losses
 from moetool.export.gguf.file import GgufTensor
+from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES
 from moetool.job.job import Source
@@ -40,8 +42,8 @@ def test_they_are_what_gradients_say(family: str, more: Any, tmp_path: Path) -> 
     tokens = torch.randint(model.config.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
     sweep = Sweep(model, tokens, tmp_path)
     calibrated: Any = SimpleNamespace(gradient_sweep=sweep, job=SimpleNamespace(device=CPU, work=tmp_path))
-    names = ("token_embd.weight", "output.weight")
-    found = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names])
+    names, written = ("token_embd.weight", "output.weight"), GgufSource.of(source.checkpoint)
+    found = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names], written)
     sweep.embed()
     for index in range(model.layer_count):
         with model.layer(index) as layer:
@@ -65,8 +67,12 @@ def test_they_are_what_gradients_say(family: str, more: Any, tmp_path: Path) -> 
     torch.testing.assert_close(head.metric, given.T @ given, rtol=1e-3, atol=1e-4)
     expected = by_output.flatten(0, 1).double().square().mean(0)
     torch.testing.assert_close(head.rows, expected, rtol=1e-3, atol=1e-9)
+    # A file that holds its embeddings three times as large has errors that count a ninth.
+    scaled = replace(written, family=replace(written.family, scaled={names[0]: lambda _: 3.0}))
+    [thrice] = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names], scaled).weighed[names[0]]
+    torch.testing.assert_close(9 * thrice.rows, embedded.rows)
     # Without a head of its own the table is both.
-    assert len(Ends(calibrated, [table(names[0], torch.zeros(8, 32))]).weighed[names[0]]) == 2
+    assert len(Ends(calibrated, [table(names[0], torch.zeros(8, 32))], written).weighed[names[0]]) == 2
 
 
 @pytest.fixture

@@ -101,3 +101,21 @@ def test_rows_that_lie_otherwise_in_the_file_keep_their_sensitivity(
     for name in names:
         rows = torch.cat(list(tensors[f"blk.0.{name}"].parts()))
         torch.testing.assert_close(moments.sensitivity(f"blk.0.{name}").float(), rows[:, 0].square())
+
+
+@pytest.mark.parametrize(("path", "name"), [("mamba.in_proj", "ssm_in.weight"), ("self_attn.k_proj", "attn_k.weight")])
+def test_rows_that_a_file_multiplies_lose_what_the_models_own_lose(tmp_path: Path, path: str, name: str) -> None:
+    """An error that is as large in the file's rows is so much smaller in what these rows stand for."""
+    model = gguf_model("falcon_h1")
+    model.save_pretrained(tmp_path / "model")
+    source = GgufSource.of(Checkpoint.open(tmp_path / "model"))
+    layer, own = model.model.layers[0], f"blk.0.{name}"
+    projection = layer.get_submodule(path)
+    moments, inputs = LayerMoments(source, 0, layer, CPU), torch.randn(2, 7, 32)
+    with moments.watching():
+        projection(inputs).square().sum().backward()
+    tensors = {tensor.name: tensor for tensor in source.tensors("f32", "f32")}
+    rows, weight = torch.cat(list(tensors[own].parts())), projection.weight.detach()
+    assert not torch.equal(rows, weight)
+    lost = moments.by_name[own].sensitivity[0].float() * weight.square().sum(1)
+    torch.testing.assert_close(moments.sensitivity(own).float() * rows.square().sum(1), lost)

@@ -139,7 +139,7 @@ def test_an_export_that_moetool_does_not_read_is_verified(
     assert "holds NaN or infinity" in damaged.stderr
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "falcon_h1", "lfm2_moe", "gpt_oss", "deepseek_v3"])
 def test_what_is_never_quantized(run_cli: Any, model: Made, tmp_path: Path, name: str) -> None:
     """llama.cpp computes some tensors in fp32 alone, whatever they look like."""
     export(run_cli, model(name), tmp_path / "out", "--type", "q8_0")
@@ -368,6 +368,10 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("falcon", {"alibi": True}, "alibi"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("granitemoehybrid-attention", {"position_embedding_type": None}, "position_embedding_type"),
+        ("falcon_h1-normed", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate"),
+        ("falcon_h1", {"mamba_conv_bias": False}, "mamba_conv_bias"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias"),
+        ("falcon_h1", {"time_step_limit": (0.01, 0.1)}, "time_step_limit"),
         ("mpt", {"attn_config": {"alibi": False}}, "(alibi)"),
         ("mpt", {"attn_config": {"softmax_scale": 0.25}}, "softmax_scale"),
         ("internlm3", {"rope_parameters": LONG_ROPE}, "longrope"),

@@ -252,7 +252,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if self._text is not None:
             calibrated = on_text(job, self._text, gradients=self._has_gradients)
             if self._own_menu is not None:
-                ends = Ends(calibrated, self._tensors)
+                ends = Ends(calibrated, self._tensors, source)
                 details = self._choose(job, calibrated, self._own_menu, ends)
             if self._coded:
                 coded = CodedLayers(job, calibrated, self._coded, ends)

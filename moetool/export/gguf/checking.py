@@ -109,6 +109,8 @@ def _check_attention(source: GgufSource) -> None:
 def _check_states(source: GgufSource) -> None:
     """Of families with layers that carry a state: llama.cpp keeps states and keys, and loads no model without both."""
     family = source.family
+    if family.attends_beside_states:
+        return
     owns = {name: names for name, (_, names) in family.changed(range(source.layers), source.layer).items()}
     owns |= {name: (own,) for name, own in source.names_in_file.items()}
     if not any(map(_OF_STATE.search, chain(*owns.values()))):
@@ -135,7 +137,7 @@ def _check_rope(source: GgufSource) -> None:
     if family.has_two_widths:  # llama.cpp wants to be told of every pair of channels
         known = {"proportional": True, **dict.fromkeys(("default", *ROPE_SCALINGS), False)}
     if family.is_latent:  # whose scores llama.cpp would multiply, too
-        known["linear"] = False
+        known |= {"linear": False, "dynamic": False}
     if not known.get(kind, kind in ROPE_SCALINGS):
         raise InvalidInputError(f"llama.cpp's '{own}' has no rotary embeddings '{kind}'.")
     if kind == "yarn" and not family.weighs_scores and yarn_strengths(family, rope, stretch(source))[1]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moetool.calibration.table_moments import TableMoments, Weighed, mean_metric
 from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor, check_finite
+from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
@@ -26,9 +27,9 @@ class Ends:
             where no error counts.
     """
 
-    def __init__(self, calibrated: CalibratedJob, tensors: Sequence[GgufTensor]) -> None:
-        """With all `tensors` of the file: without a head of its own, its embeddings are both."""
-        self._moments = TableMoments(calibrated.gradient_sweep, calibrated.job.work)
+    def __init__(self, calibrated: CalibratedJob, tensors: Sequence[GgufTensor], source: GgufSource) -> None:
+        """With all `tensors` of the file of a model: without a head of its own, its embeddings are both."""
+        self._source, self._moments = source, TableMoments(calibrated.gradient_sweep, calibrated.job.work)
         self._has_head, self._device = any(tensor.name == HEAD for tensor in tensors), calibrated.job.device
 
     def see_head(self) -> float:
@@ -39,7 +40,8 @@ class Ends:
     @cached_property
     def weighed(self) -> Mapping[str, Sequence[Weighed]]:
         """How much errors in each table count, when gradients have come back to where the text is embedded."""
-        embedded, head = self._moments.embedded, self._moments.head
+        source, embedded, head = self._source, self._moments.embedded, self._moments.head
+        embedded = embedded._replace(rows=source.family.multiplied(EMBEDDINGS, source.config, embedded.rows, power=-2))
         return {EMBEDDINGS: [embedded], HEAD: [head]} if self._has_head else {EMBEDDINGS: [embedded, head]}
 
     @cached_property

@@ -109,9 +109,12 @@ class LayerMoments(Collector):
                 handle.remove()
 
     def sensitivity(self, name: str) -> Tensor:
-        """`[matrices · out]`, mean squared gradients in the file's order of rows."""
+        """`[matrices · out]`, mean squared gradients at what the file's rows give, in their order."""
         found = self.by_name[name].sensitivity
-        return self._source.turned(name, found[0]) if len(found) == 1 else found.flatten()
+        if len(found) > 1:
+            return found.flatten()
+        own = self._source.family.multiplied(name, self._source.config, found[0], power=-2)
+        return self._source.turned(name, own)
 
 
 def _chunks(count: int, rows: Tensor) -> Sequence[Tensor]:

@@ -241,7 +241,8 @@ class GgufSource(GgufFacts):
             return
         step = max(1, _PART // max(1, math.prod(shape[1:])))
         for start in range(0, shape[0], step):
-            yield self.checkpoint.read_rows(name, start, min(shape[0], start + step))
+            rows = self.checkpoint.read_rows(name, start, min(shape[0], start + step))
+            yield self.family.multiplied(own, self.config, rows, start=start)
 
     def _rows_of_all(self, names: Sequence[str], own: str) -> Iterator[Tensor]:
         for name in names:

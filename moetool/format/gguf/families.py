@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from moetool.architectures.base import Settings, experts_told
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.before_llama import BEFORE_LLAMA
+from moetool.format.gguf.beside_states import FALCON_H1
 from moetool.format.gguf.compressed import OF_COMPRESSED
 from moetool.format.gguf.dense import DENSE
 from moetool.format.gguf.family import GgufFamily
@@ -31,6 +32,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *OF_SIGMOID,
     *OF_LIMITED,
     *RECURRENT,
+    FALCON_H1,
     *LIGHTNING,
     *MIXED,
     *OF_COMPRESSED,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import ROLES, Architecture, Role
-from moetool.format.gguf.words import HEAD, SHARED_EXPERT, WIDTH, layer_in_file
+from moetool.format.gguf.words import HEAD, SHARED_EXPERT, WIDTH, layer_in_file, layer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -152,6 +152,7 @@ class GgufFamily:
         skips_experts: whether layers have either experts or attention or a state, not two of them.
         varies_heads: whether a file says how many heads of keys each layer has; none, if it has no attention.
         attention_interval: metadata key of how many layers there are for one with attention, if they take turns.
+        attends_beside_states: whether every layer has attention and a state.
         has_states: whether a file says which layers have a state in the place of attention.
         is_interleaved: whether rotary embeddings turn neighbouring rows of a head's queries and keys, where
             transformers turns rows that are half a head apart.
@@ -197,6 +198,8 @@ class GgufFamily:
         modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
         dense: matrices of a layer without experts.
         changes: tensors of a layer that a file has otherwise.
+        scaled: tensors that a file has multiplied, without their layer, and what tells of a config by which number, or
+            by which of each row.
         counts: further whole numbers, config keys and metadata keys, as `COUNTS`.
         multipliers: further fractions, as `FRACTIONS`.
         of_layers: further fractions of each layer, 0 where a config has none.
@@ -227,6 +230,7 @@ class GgufFamily:
     skips_experts: bool = False
     varies_heads: bool = False
     attention_interval: str | None = None
+    attends_beside_states: bool = False
     has_states: bool = False
     is_interleaved: bool = False
     slows_rope: bool = False
@@ -268,6 +272,7 @@ class GgufFamily:
     modules: Mapping[str, str] = field(default_factory=dict)
     dense: Mapping[str, str] = field(default_factory=lambda: without_experts("mlp"))
     changes: Mapping[str, Change] = field(default_factory=dict)
+    scaled: Mapping[str, Callable[["PreTrainedConfig"], float | Tensor]] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     of_layers: Mapping[str, str] = field(default_factory=dict)
@@ -344,6 +349,17 @@ class GgufFamily:
         path = name.removesuffix(".weight")
         stem = next((stem for stem in self.modules if path.startswith(stem)), "")
         return self.modules.get(stem, "") + path.removeprefix(stem)
+
+    def multiplied(
+        self, name: str, config: "PreTrainedConfig", rows: Tensor, *, start: int = 0, power: int = 1
+    ) -> Tensor:
+        """Rows from `start` on of a tensor, named as in GGUF, times what multiplies them in a file, to a power."""
+        make = self.scaled.get(name.removeprefix(layer_in_file(layer_of(name), "")))
+        if make is None:
+            return rows
+        times = torch.as_tensor(make(config), dtype=torch.float32, device=rows.device) ** power
+        own = times[start : start + len(rows)] if times.ndim else times
+        return rows * own.view(-1, *(1 for _ in rows.shape[1:]))
 
     def turned_heads(self, name: str, heads: int, groups: int) -> int | None:
         """Heads whose rows lie in another order in a tensor of this (GGUF's) name; `None` if all lie as they were."""

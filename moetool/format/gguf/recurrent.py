@@ -228,7 +228,7 @@ def _mamba(module: str) -> Mapping[str, str]:
     }
 
 
-def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Change]]:
+def mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Change]]:
     """Names and changes of the tensors of a Mamba-2 layer, which are in this module of it."""
     names = {**_mamba(module), f"{module}.dt_bias": "ssm_dt.bias"}
     changes = {
@@ -240,7 +240,13 @@ def _mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, C
     return names, changes
 
 
-_GRANITE_NAMES, _GRANITE_CHANGES = _mamba2("mamba", "mamba_n_groups")
+MAMBA2_COUNTS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
+_GRANITE_NAMES, _GRANITE_CHANGES = mamba2("mamba", "mamba_n_groups")
 _GRANITE_HYBRID = GgufFamily(
     "granitemoehybrid",
     "granitehybrid",
@@ -253,12 +259,7 @@ _GRANITE_HYBRID = GgufFamily(
     shared_width="shared_intermediate_size",
     names=_GRANITE_NAMES,
     changes=_GRANITE_CHANGES,
-    counts={
-        "mamba_d_conv": "ssm.conv_kernel",
-        "mamba_d_state": "ssm.state_size",
-        "mamba_n_groups": "ssm.group_count",
-        "mamba_n_heads": "ssm.time_step_rank",
-    },
+    counts=MAMBA2_COUNTS,
     multipliers=GRANITE,
     products={"ssm.inner_size": ("mamba_n_heads", "mamba_d_head")},
     computes={"mamba_conv_bias": (True,), "time_step_limit": ((0.0, math.inf),)},
@@ -314,7 +315,7 @@ _JAMBA = GgufFamily(
     products={"ssm.inner_size": ("mamba_expand", "hidden_size")},
     computes={"mamba_conv_bias": (True,), "mamba_expand": (2,)},
 )
-_NEMOTRON_NAMES, _NEMOTRON_CHANGES = _mamba2("mixer", "n_groups")
+_NEMOTRON_NAMES, _NEMOTRON_CHANGES = mamba2("mixer", "n_groups")
 
 
 def _least_step(config: "PreTrainedConfig") -> str | None:

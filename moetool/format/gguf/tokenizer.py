@@ -53,9 +53,9 @@ CUTTINGS: Mapping[str, Cutting] = {
 # Names whose rules are not among these: they are taken for models of families that have them, or when a user says so.
 OTHER_CUTTINGS: tuple[str, ...] = (
     "afmoe", "bailingmoe", "bailingmoe2", "bloom", "chatglm-bpe", "cohere2moe", "deepseek-coder", "deepseek-llm",
-    "deepseek-v3", "exaone", "exaone4", "exaone-moe", "falcon", "falcon3", "glm4", "hunyuan", "hunyuan-dense", "hy_v4",
-    "joyai-llm", "kimi-k2", "laguna", "lfm2", "llama4", "mellum2", "minimax-m2", "pixtral", "qwen35", "seed-coder",
-    "solar-open", "stablelm2", "youtu",
+    "deepseek-v3", "exaone", "exaone4", "exaone-moe", "falcon", "falcon3", "falcon-h1", "glm4", "hunyuan",
+    "hunyuan-dense", "hy_v4", "joyai-llm", "kimi-k2", "laguna", "lfm2", "llama4", "mellum2", "minimax-m2", "pixtral",
+    "qwen35", "seed-coder", "solar-open", "stablelm2", "youtu",
 )  # fmt: skip
 
 
