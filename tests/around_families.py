@@ -127,6 +127,11 @@ AROUND: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_MERGING, "image_size": 16, "projection_intermediate_size": 16},
     },
+    "hy_v4_vl": {
+        **_TOKENS,
+        "text_config": {**_TEXT, **DERIVED["hy_v4"], "n_routed_experts": 8, "rope_parameters": _AXES},
+        "vision_config": {**_ENCODER, "out_hidden_size": 32, "max_image_size": 16},
+    },
     "inkling_mm_model": {
         "image_token_id": IMAGE,
         "audio_token_id": 292,

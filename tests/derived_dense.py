@@ -19,6 +19,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 # By model type: what its config has beyond `COMMON`.
 DERIVED_DENSE: dict[str, dict[str, Any]] = {
     "apertus": GATED,
+    "apertus1p5_text": {**GATED, "output_vocab_size": 272},
     "arcee": GATED,
     "bamba": {**GATED, **SMALL_MAMBA, "attn_layer_indices": [1]},
     "biogpt": {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

@@ -131,6 +131,14 @@ DERIVED: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         "head_dim": 8,
     },
+    "lara_mini": {
+        "moe_intermediate_size": 24,
+        **_DELTA,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "sliding_window": 16,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
     "llama4_text": {
         "intermediate_size": 24,
         "intermediate_size_mlp": 40,
@@ -189,6 +197,8 @@ DERIVED: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
+    "sarvam_mla": {**LATENT, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
+    "sarvam_moe": {**GROUPED, **WIDTHS, "head_dim": 8, "first_k_dense_replace": 1},
     "zaya": {
         "moe_intermediate_size": 24,
         "num_experts": 6,

@@ -214,6 +214,14 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "hc_magnitude": 1.7,
         "norm_topk_prob": False,
     },
+    "hy_v4_vl": {
+        "index_topk": 12,
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "moe_intermediate_size": 32,
+    },
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "gpt_oss": {
         "intermediate_size": 24,
@@ -448,6 +456,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "tie_word_embeddings": True,
     },
+    "apertus1p5_text": {"output_vocab_size": None},
     "mpt": {"attn_config": {"clip_qkv": 0.5}},
     "mpt-heads": {"hidden_size": 96, "num_attention_heads": 6},
     "gpt_neox": {"rotary_pct": 0.5},

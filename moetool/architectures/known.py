@@ -112,6 +112,11 @@ REFUSED: Mapping[str, str] = {
         "Inkling 2 cannot be compressed: its layers attend to what layers long before them were given, and moetool "
         "runs one layer after the other on all of the text.",
     ),
+    **dict.fromkeys(
+        ("inkling2_loop", "inkling2_loop_text"),
+        "Inkling 2 Mini cannot be compressed: a text goes through some of its layers several times, and moetool runs "
+        "one layer after the other, each once.",
+    ),
     "dbrx": "DBRX cannot be compressed: the matrices of all experts of a layer lie below each other in one matrix, in "
     "memory and on disk, those of down turned round, as in no other family.",
     "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "

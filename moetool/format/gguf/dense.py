@@ -202,6 +202,18 @@ GLM4 = GgufFamily(
     dense=_GATE_UP,
     cutting="glm4",
 )
+_APERTUS = GgufFamily(
+    "apertus",
+    "apertus",
+    is_moe=False,
+    needs_head=True,
+    has_head_norms=True,
+    slows_rope=True,
+    names={"attention_layernorm.weight": "attn_norm.weight", "feedforward_layernorm.weight": "ffn_norm.weight"},
+    dense=_UNGATED,
+    numbers={f"mlp.act_fn.{number}": f"xielu.{number}" for number in ("alpha_p", "alpha_n", "beta", "eps")},
+    computes={"hidden_act": ("xielu",), "mlp_bias": (False,)},
+)
 DENSE: tuple[GgufFamily, ...] = (
     _LLAMA,
     MISTRAL,
@@ -319,18 +331,9 @@ DENSE: tuple[GgufFamily, ...] = (
         dense=_UNGATED,
         computes={"hidden_act": ("relu2",), "mlp_bias": (False,)},
     ),
-    GgufFamily(
-        "apertus",
-        "apertus",
-        is_moe=False,
-        needs_head=True,
-        has_head_norms=True,
-        slows_rope=True,
-        names={"attention_layernorm.weight": "attn_norm.weight", "feedforward_layernorm.weight": "ffn_norm.weight"},
-        dense=_UNGATED,
-        numbers={f"mlp.act_fn.{number}": f"xielu.{number}" for number in ("alpha_p", "alpha_n", "beta", "eps")},
-        computes={"hidden_act": ("xielu",), "mlp_bias": (False,)},
-    ),
+    _APERTUS,
+    # Its head may have fewer rows than its embeddings, which llama.cpp's may not.
+    replace(_APERTUS, model_type="apertus1p5_text", computes={**_APERTUS.computes, "output_vocab_size": (None,)}),
     ERNIE,
     GgufFamily(
         "olmo",

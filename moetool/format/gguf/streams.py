@@ -97,7 +97,7 @@ _HY_V4 = replace(
     },
     outside={
         f"model.{path}.hc_head_{part}": f"output_hc_{part}.weight"
-        for path in ("hc_head", "hc_pre.hc_head")
+        for path in ("hc_head", "hc_pre.hc_head", "hc_head.hc_pre")
         for part in _PARTS
     },
     modules={f"{path}.linear_gate": f"{path}.gate_proj" for path in ("self_attn", "mlp", "mlp.shared_experts")},
@@ -120,6 +120,14 @@ _HY_V4 = replace(
     derived={"attention.indexer.types": _own_indexers},
     objection=_other_hy_v4,
     cutting="hy_v4",
+)
+# Whose rotary embeddings turn neighbours in a checkpoint, too.
+_HY_V4_VL = replace(
+    _HY_V4,
+    model_type="hy_v4_vl_text",
+    names={**DEEPSEEK_V32.names, **_HY_V4.names},
+    changes=DEEPSEEK_V32.changes,
+    remark=nothing,
 )
 
 
@@ -180,4 +188,4 @@ _GLM5_NEXT = replace(
     objection=_other_glm5_next,
     cutting="glm4",
 )
-OF_STREAMS: tuple[GgufFamily, ...] = (_HY_V4, _GLM5_NEXT)
+OF_STREAMS: tuple[GgufFamily, ...] = (_HY_V4, _HY_V4_VL, _GLM5_NEXT)
