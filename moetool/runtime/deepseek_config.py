@@ -14,7 +14,7 @@ class DeepseekConfig(PreTrainedConfig):
     """The entries of the hub's `config.json`: Llama's, and those of the experts."""
 
     model_type = "deepseek"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012  # as Qwen2-MoE's experts ask for it
 
     vocab_size: int = 102400

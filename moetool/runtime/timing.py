@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moetool.errors import InvalidInputError, ResourceError
+from moetool.runtime.cache_name import CACHE, cache_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -45,7 +46,7 @@ def time_decode(model: "PreTrainedModel", batch: int, length: int, new_tokens: i
             output, prefill = _timed(lambda: model(input_ids=prompt, use_cache=bool(new_tokens), **last), model.device)
             if not new_tokens:
                 return Seconds(prefill, 0.0)
-            cache = getattr(output, "past_key_values", None)
+            cache = cache_of(output)
             if cache is None:
                 raise InvalidInputError(f"A {model.config.model_type} keeps no cache: what it generates is not timed.")
             del output
@@ -70,7 +71,7 @@ def keeps_last(model: "PreTrainedModel") -> bool:
 
 def _follow(model: "PreTrainedModel", tokens: list[Tensor], cache: "Cache") -> None:
     for token in tokens:
-        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=token, use_cache=True, **{CACHE: cache}))
 
 
 def _timed(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, float]:

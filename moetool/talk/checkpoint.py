@@ -11,6 +11,7 @@ from moetool.errors import UsageError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
 from moetool.measure.generation import chat_tokens, generation_config, load_to_generate, only_numbers, open_to_generate
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.talk.conversation import STOP, Turn, Until, Write, plain_prompt
 from moetool.talk.options import ChatOptions
 
@@ -49,15 +50,15 @@ class CheckpointTalker:
             tokens,
             attention_mask=torch.ones_like(tokens),
             generation_config=config,
-            past_key_values=cache,
             tokenizer=self._tokenizer,
             streamer=streamer,
             logits_processor=[only_numbers],
+            **{CACHE: cache},
         )
         until.finish()
         said = output.sequences[0].tolist()
-        if output.past_key_values is not None:
-            self._held = said[:-1], output.past_key_values  # the last token was drawn, and not run
+        if (cache := cache_of(output)) is not None:
+            self._held = said[:-1], cache  # the last token was drawn, and not run
         return until.text, len(said) - len(ids)
 
     def _cache_for(self, ids: list[int]) -> "Cache | None":

@@ -25,6 +25,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.format.gguf.words import MODEL
 from moetool.job.execute import run_stage
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.stages import stages
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -73,10 +74,10 @@ def in_transformers(path: Path, ids: list[int]) -> Round:
     @torch.inference_mode()
     def run() -> tuple[float, float]:
         start = time.perf_counter()
-        cache = model(tokens[:, :PROMPT], use_cache=True, logits_to_keep=1).past_key_values
+        cache = cache_of(model(tokens[:, :PROMPT], use_cache=True, logits_to_keep=1))
         between = time.perf_counter()
         for place in range(PROMPT, PROMPT + NEW):
-            model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
+            model(tokens[:, place : place + 1], **{CACHE: cache}, use_cache=True)
         return between - start, time.perf_counter() - between
 
     return run

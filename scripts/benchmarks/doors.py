@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.job.execute import run_stage
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.stages import stages
 
 MIXTURES = ("Q2_K", "Q3_K_M", "Q4_K_M")  # of llama.cpp, which say how many bits most experts get
@@ -60,11 +61,11 @@ def in_transformers(path: Path, ids: list[int]) -> dict[str, float]:
     with torch.inference_mode():
         for _ in range(3):
             start = time.perf_counter()
-            cache = model(tokens[:, :PROMPT], use_cache=True).past_key_values
+            cache = cache_of(model(tokens[:, :PROMPT], use_cache=True))
             prompts.append(time.perf_counter() - start)
             start = time.perf_counter()
             for place in range(PROMPT, PROMPT + NEW):
-                model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
+                model(tokens[:, place : place + 1], **{CACHE: cache}, use_cache=True)
             steps.append(time.perf_counter() - start)
     return {"prefill": PROMPT / min(prompts), "decode": NEW / min(steps)}
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import moetool
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.paging import PagedExperts, resident_bytes
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -42,14 +43,14 @@ class Run:
     def tokens(self, *, forget: bool) -> tuple[list[float], int]:
         """Seconds of each token, and the most bytes that were resident."""
         ids = torch.randint(8000, (1, 16 + NEW), generator=torch.Generator().manual_seed(0))
-        cache = self.model(input_ids=ids[:, :16], use_cache=True).past_key_values
+        cache = cache_of(self.model(input_ids=ids[:, :16], use_cache=True))
         most, seconds = 0, []
         for position in range(16, 16 + NEW):
             if forget:
                 for file in self.files:
                     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
-            cache = self.model(input_ids=ids[:, position : position + 1], past_key_values=cache).past_key_values
+            cache = cache_of(self.model(input_ids=ids[:, position : position + 1], **{CACHE: cache}))
             seconds.append(time.perf_counter() - start)
             most = max(most, resident_bytes())
         return seconds, most

@@ -11,6 +11,7 @@ from checkpoints import config_of, load, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 
 PRUNED = ("--ratio", 0.35, "--prune-base", 0.5)
@@ -44,7 +45,7 @@ def errors(path: Path, prompts: Tensor) -> dict[str, float]:
     step, steps = model(prefix[:, :8], use_cache=True), []
     steps.append(step.logits)
     for token in prefix[0, 8:]:
-        step = model(token.view(1, 1), past_key_values=step.past_key_values)
+        step = model(token.view(1, 1), **{CACHE: cache_of(step)})
         steps.append(step.logits)
     others = {
         "later tokens": model(prompts[:1]).logits[:, :16],

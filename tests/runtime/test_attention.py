@@ -12,6 +12,7 @@ from moetool.compiled.compiler import problem
 from moetool.kernels import attention as kernels
 from moetool.runtime import attention
 from moetool.runtime.attention import MOETOOL_ATTENTION, attend_by_kernels
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.loading import load_model
 
 
@@ -39,10 +40,10 @@ def logits(model: PreTrainedModel, mask: torch.Tensor | None = None) -> torch.Te
     ids = torch.randint(0, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         shown = {} if mask is None else {"attention_mask": mask[:, :10]}
-        cache, found = model(ids[:, :10], use_cache=True, **shown).past_key_values, []
+        cache, found = cache_of(model(ids[:, :10], use_cache=True, **shown)), []
         for token in (10, 11):
             shown = {} if mask is None else {"attention_mask": mask[:, : token + 1]}
-            found.append(model(ids[:, token : token + 1], past_key_values=cache, use_cache=True, **shown).logits)
+            found.append(model(ids[:, token : token + 1], **{CACHE: cache}, use_cache=True, **shown).logits)
     return torch.cat(found, 1).float()
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compiled.compiler import problem
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE
 from moetool.runtime.loading import model_class
 
 CUSTOM = [
@@ -53,8 +54,8 @@ def steps(model: Any, run: Any, first: int) -> Tensor:
     if not model.can_generate():
         return torch.cat([run(step[None]).logits[0] for step in STEPS])
     cache = DynamicCache(config=model.config)
-    model(torch.arange(first, first + 6)[None], past_key_values=cache)
-    return torch.cat([run(step[None], past_key_values=cache).logits[0] for step in STEPS])
+    model(torch.arange(first, first + 6)[None], **{CACHE: cache})
+    return torch.cat([run(step[None], **{CACHE: cache}).logits[0] for step in STEPS])
 
 
 @pytest.mark.parametrize("kind", sampled(CUSTOM, COMPILED))

@@ -19,6 +19,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.entry import format_entry
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.paging import _DONT_NEED, PagedExperts, _advise, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="experts are paged on Linux")
@@ -49,9 +50,9 @@ def logits(model: Any) -> Tensor:
     """Of a prompt and of tokens one by one."""
     ids = torch.arange(3, 27)[None]
     found = model(input_ids=ids[:, :12], use_cache=True)
-    each, cache = [found.logits[0]], found.past_key_values
+    each, cache = [found.logits[0]], cache_of(found)
     for position in range(12, 24):
-        each.append(model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits[0])
+        each.append(model(input_ids=ids[:, position : position + 1], **{CACHE: cache}, use_cache=True).logits[0])
     return torch.cat(each)
 
 

@@ -10,6 +10,7 @@ from kinds import KINDS
 
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import cache_in
 from moetool.runtime.timing import time_decode
 
 
@@ -25,7 +26,7 @@ class Watched(torch.nn.Module):
         return self.model.get_input_embeddings()
 
     def forward(self, logits_to_keep: int = 0, **arguments: Any) -> Any:
-        cache = arguments.get("past_key_values")
+        cache = cache_in(arguments)
         self.calls.append({**arguments, "kept": logits_to_keep, "held": cache.get_seq_length() if cache else 0})
         return self.model(logits_to_keep=logits_to_keep, **arguments)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moetool.runtime.cache_name import cache_in, cache_of
 from moetool.runtime.modules.insertion import CustomLayer
 
 # Calls that go on with a prompt's cache before its weights are folded, which costs about what as many calls save by it.
@@ -261,7 +262,7 @@ class Interpolation(CustomLayer):
         if here.is_frozen or self._held is not None:
             return
         ends, here.prompt_ends = here.prompt_ends, None
-        cache = options.get("past_key_values")
+        cache = cache_in(options)
         if cache is not None and int(cache.get_seq_length()) > 0:
             if not hasattr(cache, "moetool_mixture"):
                 raise RuntimeError("This cache was not begun by this model: its prompt's mixture is not known.")
@@ -294,14 +295,14 @@ class Interpolation(CustomLayer):
         cache is."""
         if torch.is_grad_enabled() or self.training:
             return None
-        cached: Mixture | None = getattr(options.get("past_key_values"), "moetool_mixture", None)
+        cached: Mixture | None = getattr(cache_in(options), "moetool_mixture", None)
         return self._held or cached
 
     def after(self, decoder: nn.Module, arguments: tuple[Tensor | None, ...], outputs: object) -> None:
         """Let a cache that the decoder itself has made remember α (a forward hook)."""
         if torch.compiler.is_compiling() and self._compiled is not None:
             return
-        cache = getattr(outputs, "past_key_values", None)
+        cache = cache_of(outputs)
         if cache is not None and self._held is None and not self._here.is_frozen:
             cache.moetool_mixture = self._here.mixture
 

@@ -14,6 +14,7 @@ from moetool.kernels.held import Held
 from moetool.kernels.self_attention import CacheRoom, Projected, RootMeanSquare, SelfAttention, rotates
 from moetool.kernels.vector import LANES
 from moetool.runtime.attention import MOETOOL_ATTENTION
+from moetool.runtime.cache_name import cache_in
 from moetool.runtime.modules.known import InFront, in_front_of, is_watched, says
 from moetool.runtime.modules.linear import TokenLinear
 from moetool.runtime.modules.offloading import is_fetched
@@ -22,7 +23,7 @@ from moetool.runtime.modules.quantized import QuantizedLinear
 # What the kernel computes, as transformers has it in some forty families. A family that says anything else keeps its
 # own.
 _FORWARD = """
-def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
+def forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs):
     input_shape = hidden_states.shape[:-1]
     hidden_shape = (*input_shape, -1, self.head_dim)
     query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -30,8 +31,8 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
     value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
     cos, sin = position_embeddings
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-    if past_key_values is not None:
-        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+    if cache is not None:
+        key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
     attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, eager_attention_forward
     )
@@ -89,11 +90,10 @@ class TokenAttention(InFront):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, tokens, hidden]` → `[batch, tokens, hidden]`, and None."""
-        ready = self.ready(hidden_states, position_embeddings, attention_mask, past_key_values)
+        ready = self.ready(hidden_states, position_embeddings, attention_mask, cache_in(options))
         if ready is not None and position_embeddings is not None:
             output = ready.kernel(hidden_states.contiguous(), *position_embeddings, ready.room)
             ready.keep()
@@ -102,7 +102,6 @@ class TokenAttention(InFront):
             hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **options,
         )
         return found

@@ -10,17 +10,18 @@ from moetool.kernels.held import Held
 from moetool.kernels.layer import Around, TokenLayer, TopKRouting
 from moetool.kernels.self_attention import RootMeanSquare
 from moetool.kernels.vector import LANES
+from moetool.runtime.cache_name import cache_in
 from moetool.runtime.modules.known import InFront, in_front_of, is_watched, says
 from moetool.runtime.modules.token_attention import TokenAttention, is_norm
 
 # What kernels compute, as transformers has it in some sixty families.
 _LAYER = """
-def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
+def forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs):
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
     hidden_states, _ = self.self_attn(
         hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
-        past_key_values=past_key_values, **kwargs
+        cache=cache, **kwargs
     )
     hidden_states = residual + hidden_states
     residual = hidden_states
@@ -87,17 +88,15 @@ class DecodingLayer(InFront):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> Tensor:
         """`[batch, tokens, hidden]` → `[batch, tokens, hidden]`."""
-        around = self._around(hidden_states, position_embeddings, attention_mask, past_key_values)
+        around = self._around(hidden_states, position_embeddings, attention_mask, cache_in(options))
         if around is None:
             found: Tensor = super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **options,
             )
             return found

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetool.format.layout import LayerLayout
 from moetool.measure.bench.costs import Attention, Cost, Costs, model_costs, of_module
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
@@ -108,9 +109,9 @@ def counted_by_torch(model: Any, context: int) -> tuple[int, int]:
             model.set_experts_implementation("eager")
         with FlopCounterMode(display=False) as prefill:
             prompt = torch.arange(3, 2 + context)[None]
-            cache = model(input_ids=prompt, use_cache=True, logits_to_keep=1).past_key_values
+            cache = cache_of(model(input_ids=prompt, use_cache=True, logits_to_keep=1))
         with FlopCounterMode(display=False) as decode:
-            model(input_ids=torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+            model(input_ids=torch.tensor([[7]]), **{CACHE: cache}, use_cache=True)
     return prefill.get_total_flops(), decode.get_total_flops()
 
 

@@ -22,6 +22,7 @@ from moetool.format.entry import custom_entry
 from moetool.format.kinds.simoe import SimoeSpec
 from moetool.numerics.hard_concrete import SHIFT, median_gate
 from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules.simoe import InterpolatedLinear, closed_share, open_share, overlap_penalty, sites
 from moetool.runtime.modules.simoe_mixing import FOLDING, interpolation_of, weigh_equally
 from moetool.tune.examples import IGNORED, Example, collate
@@ -355,10 +356,9 @@ def test_a_left_padded_batch_generates_what_each_prompt_alone_does(family: str, 
 def decode(model: Any, tokens: Tensor, steps: int = FOLDING + 2) -> tuple[Tensor, Any]:
     """Logits `[batch, steps, vocabulary]` of the same tokens one by one after a prompt, and the cache."""
     with torch.no_grad():
-        cache = model(input_ids=tokens, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=tokens, use_cache=True))
         found = [
-            model(input_ids=torch.full((len(tokens), 1), 9 + step), past_key_values=cache).logits
-            for step in range(steps)
+            model(input_ids=torch.full((len(tokens), 1), 9 + step), **{CACHE: cache}).logits for step in range(steps)
         ]
     return torch.cat(found, 1), cache
 
@@ -394,7 +394,7 @@ def test_weights_are_folded_only_where_it_pays_and_is_right(trained: MakeModel) 
     assert folded_by(model) == len(sites(model))
     with torch.no_grad():
         for cache in (first, second) * FOLDING:
-            model(input_ids=one[:, :1], past_key_values=cache)
+            model(input_ids=one[:, :1], **{CACHE: cache})
             assert folded_by(model) == 0
 
 
@@ -448,7 +448,7 @@ def test_folded_weights_go_with_their_prompt_and_are_no_part_of_the_model(traine
     assert folded_by(model) == 0
     _, cache = decode(model, tokens)
     with torch.enable_grad():
-        assert model(input_ids=tokens[:, :1], past_key_values=cache).logits.requires_grad
+        assert model(input_ids=tokens[:, :1], **{CACHE: cache}).logits.requires_grad
 
 
 def test_weights_that_change_are_folded_anew(trained: MakeModel) -> None:
@@ -460,9 +460,9 @@ def test_weights_that_change_are_folded_anew(trained: MakeModel) -> None:
         for site in sites(model).values():
             site.delta.mul_(2)
         again = copy.deepcopy(cache)  # which takes α with it, and no folded weights
-        found = model(input_ids=tokens[:, :1], past_key_values=cache).logits
+        found = model(input_ids=tokens[:, :1], **{CACHE: cache}).logits
         router.folds = False
-        assert relative_error(found, model(input_ids=tokens[:, :1], past_key_values=again).logits) < 1e-5
+        assert relative_error(found, model(input_ids=tokens[:, :1], **{CACHE: again}).logits) < 1e-5
 
 
 @contextlib.contextmanager
@@ -583,9 +583,9 @@ def test_embeddings_instead_of_tokens(family: str, trained: MakeModel) -> None:
 def test_a_cache_that_another_model_began_is_refused(fresh: MakeModel, trained: MakeModel) -> None:
     model, tokens = trained(), prompt(1, 6)
     with torch.no_grad():
-        cache = dense_of(fresh)(input_ids=tokens, use_cache=True).past_key_values
+        cache = cache_of(dense_of(fresh)(input_ids=tokens, use_cache=True))
         with pytest.raises(RuntimeError, match="not begun by this model"):
-            model(input_ids=tokens[:, :1], past_key_values=cache)
+            model(input_ids=tokens[:, :1], **{CACHE: cache})
 
 
 def test_the_frozen_model_leaves_no_trace(trained: MakeModel) -> None:

@@ -19,6 +19,7 @@ from moetool.compiled.compiler import problem
 from moetool.kernels.self_attention import SelfAttention
 from moetool.representations.quantized import QuantizedMatrix
 from moetool.runtime.attention import attend_by_kernels
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules import token_attention
 from moetool.runtime.modules.linear import multiply_by_kernels
 from moetool.runtime.modules.quantized import QuantizedLinear
@@ -53,8 +54,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @torch.no_grad()
 def follow(model: PreTrainedModel, cache: Any = None, start: int = 8) -> Tensor:
     """Logits of tokens that follow one by one, after a prompt or what is in a cache."""
-    cache = model(IDS[:, :start], use_cache=True).past_key_values if cache is None else cache
-    return torch.cat([model(IDS[:, t : t + 1], past_key_values=cache).logits for t in range(start, IDS.shape[1])], 1)
+    cache = cache_of(model(IDS[:, :start], use_cache=True)) if cache is None else cache
+    return torch.cat([model(IDS[:, t : t + 1], **{CACHE: cache}).logits for t in range(start, IDS.shape[1])], 1)
 
 
 def test_the_same_logits(model: PreTrainedModel, counted: list[int]) -> None:
@@ -74,20 +75,20 @@ def test_what_is_left_to_the_family(model: PreTrainedModel, counted: list[int]) 
     mask[0, 0] = 0
     ways: list[Callable[[], Any]] = [
         lambda: model(IDS[:, :1]),
-        lambda: model(IDS[:, 8:10], past_key_values=prompt()),
-        lambda: model(IDS[:, 8:9], past_key_values=prompt(), attention_mask=mask),
-        lambda: model(IDS[:, :1].expand(2, 1), past_key_values=DynamicCache()),
-        lambda: model(IDS[:, :1], past_key_values=DynamicCache(config=model.config)),  # an empty one
+        lambda: model(IDS[:, 8:10], **{CACHE: prompt()}),
+        lambda: model(IDS[:, 8:9], **{CACHE: prompt()}, attention_mask=mask),
+        lambda: model(IDS[:, :1].expand(2, 1), **{CACHE: DynamicCache()}),
+        lambda: model(IDS[:, :1], **{CACHE: DynamicCache(config=model.config)}),  # an empty one
     ]
 
     def prompt() -> Any:
-        return model(IDS[:, :8], use_cache=True).past_key_values
+        return cache_of(model(IDS[:, :8], use_cache=True))
 
     with torch.no_grad():
         for way in ways:
             way()
     assert not counted
-    model(IDS[:, 8:9], past_key_values=prompt()).logits.sum().backward()  # gradients
+    model(IDS[:, 8:9], **{CACHE: prompt()}).logits.sum().backward()  # gradients
     handle = first.o_proj.register_forward_hook(lambda *_: None)
     follow(model, start=19)
     assert len(counted) == model.config.num_hidden_layers - 1
@@ -153,8 +154,8 @@ def test_caches_that_part_ways(model: PreTrainedModel) -> None:
     attend_in_one_call(model)
     expected = follow(model)
     with torch.no_grad():
-        cache = model(IDS[:, :8], use_cache=True).past_key_values
-        model(IDS[:, 8:9], past_key_values=cache)  # from here on there is room
+        cache = cache_of(model(IDS[:, :8], use_cache=True))
+        model(IDS[:, 8:9], **{CACHE: cache})  # from here on there is room
     shared = copy.copy(cache)
     shared.layers = [copy.copy(layer) for layer in cache.layers]
     kept = copy.deepcopy(cache)
@@ -163,7 +164,7 @@ def test_caches_that_part_ways(model: PreTrainedModel) -> None:
         assert follow(model, own, 9).equal(expected[:, 1:])
     cache.crop(-3)
     with torch.no_grad():
-        model(IDS[:, :1], past_key_values=cache)
+        model(IDS[:, :1], **{CACHE: cache})
     assert all(keys.equal(then) for keys, then in before)
     assert follow(
         model, DynamicCache([(layer.keys[:, :, :9], layer.values[:, :, :9]) for layer in shared.layers]), 9

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, Olmo2Config, PreTrainedMode
 from moetool.compiled.compiler import problem
 from moetool.kernels.layer import TokenLayer
 from moetool.runtime.attention import attend_by_kernels
+from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules.linear import multiply_by_kernels
 from moetool.runtime.modules.token_attention import attend_in_one_call
 from moetool.runtime.modules.token_layer import DecodingLayer, decode_in_few_calls
@@ -68,9 +69,9 @@ def built(config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def follow(model: PreTrainedModel) -> Tensor:
-    cache = model(IDS[:, :PROMPT], use_cache=True).past_key_values
+    cache = cache_of(model(IDS[:, :PROMPT], use_cache=True))
     following = IDS[:, PROMPT:].split(1, 1)
-    return torch.cat([model(token, past_key_values=cache).logits for token in following], 1).float()
+    return torch.cat([model(token, **{CACHE: cache}).logits for token in following], 1).float()
 
 
 @pytest.mark.parametrize("family", KNOWN)
