@@ -28,7 +28,7 @@ LEAST_BYTES = 1_000_000_000  # of memory and of disk: what Python and its librar
 # By library: the least version, the first that is too new (both of pyproject.toml), and that of constraints.txt.
 REQUIRED: dict[str, tuple[str, str | None, str]] = {
     "torch": ("2.11", None, "2.13.0"),
-    "transformers": ("5.17", "6", "5.23.0"),
+    "transformers": ("5.17", "6", "5.24.0"),
     "accelerate": ("1.10", None, "1.15.0"),
     "peft": ("0.18", None, "0.21.2"),
     "safetensors": ("0.6", None, "0.8.0"),

@@ -1,6 +1,6 @@
 """transformers' serving app around a model that moetool has loaded.
 
-Its parts are those of `transformers serve` (`transformers.cli.serving`, 5.17 to 5.23). Routes that load, unload or hear
+Its parts are those of `transformers serve` (`transformers.cli.serving`, 5.17 to 5.24). Routes that load, unload or hear
 are left out.
 """
 
