@@ -303,7 +303,7 @@ class StreamedModel:
         those that the hidden states are of; some layers are called with them too, or with embeddings of theirs.
 
         Raises:
-            InvalidInputError: the layer hands more than hidden states to the next, or needs the tokens.
+            InvalidInputError: the layer uses more than the hidden states that another has made, or needs the tokens.
         """
         shape = tuple(hidden.shape[:2])
         if shape not in self._calls:
@@ -320,11 +320,16 @@ class StreamedModel:
             with self._trying(index):
                 output = layer(hidden, *args, **kwargs)
         except InvalidInputError:
-            if any(isinstance(value, HandedOn) for value in (*args, *kwargs.values())):
+            entries = (entry for value in kwargs.values() if isinstance(value, Mapping) for entry in value.values())
+            if any(isinstance(value, HandedOn) for value in (*args, *kwargs.values(), *entries)):
                 self._refuse("hand more than hidden states to each other")
             raise
-        if _entries(kwargs) != before or (isinstance(output, tuple | list) and not self.architecture.returns_tuple):
+        if isinstance(output, tuple | list) and not self.architecture.returns_tuple:
             self._refuse("hand more than hidden states to each other")
+        for name, ids in before.items():
+            given: Any = kwargs[name]
+            for key in [key for key, entry in given.items() if ids.get(key) != id(entry)]:
+                given[key] = HandedOn()  # which fails in layers that use it, and is nothing to others
         return self._beside.joined(*output[:2]) if isinstance(output, tuple | list) else output
 
     @contextmanager
@@ -362,8 +367,10 @@ def _are_same(calls: object, others: object) -> bool:
     return True
 
 
-def _entries(arguments: Mapping[str, object]) -> dict[str, list[int]]:
-    """What the dictionaries among a layer's arguments hold."""
+def _entries(arguments: Mapping[str, object]) -> dict[str, dict[object, int]]:
+    """What the dictionaries among a layer's arguments hold, by key."""
     return {
-        name: [id(entry) for entry in value.values()] for name, value in arguments.items() if isinstance(value, Mapping)
+        name: {key: id(entry) for key, entry in value.items()}
+        for name, value in arguments.items()
+        if isinstance(value, Mapping)
     }
