@@ -34,10 +34,21 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NAMED = 3  # tensors that an error names
 
 
+def _mend_llama4() -> None:
+    """Let Llama 4 with pictures run in transformers 5.24.0, which asks outputs of its language model for those of its
+    eye, that they do not have."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
+
+
 def model_class(config: Mapping[str, object]) -> Any:
     """`AutoModelForMaskedLM` for a family of encoders, for any other the class of its causal language model."""
     from transformers import AutoModelForMaskedLM
 
+    if config.get("model_type") == "llama4":
+        _mend_llama4()
     return AutoModelForMaskedLM if is_encoder(config) else language_model_class(config.get("model_type"))
 
 

@@ -59,6 +59,7 @@ def _training_work(
     gradients = active * min(1.0, trained / max(1, sum(numbers.values())))  # of what is trained, beside those of inputs
     products = times * (active + layers * length * width) + gradients
     passed = times * (4 * made.passes / 3 * active / width + made.score_bytes * layers * heads * length)
+    passed /= 2 if bf16 else 1
     return Work(
         products={"bfloat16" if bf16 else "float32": made.narrow * tokens * products},
         moved=tokens * passed + steps * 40 * trained,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WEIGHTS, change_config, change_tensors, contents, copy_of
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 
@@ -448,11 +449,15 @@ def test_a_demo_where_a_file_is(run_cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["compress", "eval", "bench"])
 def test_attention_that_transformers_cannot_run_is_refused(
-    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, command: str, tmp_path: Path
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is built without a word, and fails when it runs."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("`windowed` was called without a window.")
+
+    monkeypatch.setattr(MixtralAttention, "forward", refuse)
     source = copy_of(tiny_mixtral, tmp_path / "source")
-    change_config(source, _attn_implementation="paged|eager")
     arguments = {
         "compress": (
             tmp_path / "out",
@@ -470,4 +475,4 @@ def test_attention_that_transformers_cannot_run_is_refused(
     }
     result = run_cli(command, source, *arguments[command])
     assert result.code == 3, result.stderr
-    assert "source/config.json describes, or cannot run it: `paged|eager`" in result.stderr
+    assert "source/config.json describes, or cannot run it: `windowed` was called" in result.stderr

@@ -134,7 +134,7 @@ def test_packing_many_is_quick() -> None:
     assert sum(map(len, rows)) == len(examples)
 
 
-@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("gpt_neox", True), ("falcon", False)])
+@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("gpt_neox", True), ("opt", False)])
 def test_families_whose_attention_does_not_heed_positions_are_found(family: str, apart: bool) -> None:
     assert keeps_apart(build_dense(family)) is apart
 
