@@ -40,7 +40,7 @@ def _mend_llama4() -> None:
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
     if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
-        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
+        MoeCausalLMOutputWithPast.image_outputs = None
 
 
 def model_class(config: Mapping[str, object]) -> Any:
