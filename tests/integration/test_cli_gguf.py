@@ -260,13 +260,23 @@ def test_a_small_model_is_planned_as_small(run_cli: Any, models: dict[str, Path]
     assert BASELINE < plan["peak_memory_bytes"] < BASELINE + 10_000_000
 
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("qwen2_moe", {"norm_topk_prob": True}, "not idle"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
-        ("qwen2_moe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("qwen2_moe", {"rope_parameters": LONG}, "longrope"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
