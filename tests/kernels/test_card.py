@@ -46,7 +46,9 @@ def test_kernels_compile_for_cards_that_are_not_here(
                  "DECODE": None, "ALIGNED": True, "WHOLE": True, "TRANSPOSED": False, "ROWS": 16 // served,
                  "PLACED": False, "COLUMNS": 128}  # fmt: skip
     signature = places | counts | dict.fromkeys(constants, "constexpr")
-    made = compiler.compile(compiler.ASTSource(kernels.products, signature, constants), target=target)
+    made = compiler.compile(
+        compiler.ASTSource(kernels.products, signature, constants), target=target, options=card.FUSED
+    )
     assert "ld.global.v4.b32" in made.asm["ptx"]  # 16 bytes of codes at once
 
 

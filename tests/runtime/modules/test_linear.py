@@ -70,6 +70,7 @@ def test_many_tokens_where_the_processor_has_no_products_of_16_bits(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
 def test_gradients_and_graphs_are_torchs(counted: list[int]) -> None:
     own, token = layer(), torch.randn(1, 70).bfloat16()
     own(token).sum().backward()
