@@ -12,8 +12,9 @@ CACHE = "cache" if _INSTALLED >= (5, 24) else "past_key_values"
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache that a module of transformers is called with by name; `None` if there is none."""
-    return arguments.get("cache", arguments.get("past_key_values"))
+    """The cache that a module of transformers is called with, by its name or that before; `None` if there is none.
+    What versions before 5.24 call `cache` is the paged one of continuous batching."""
+    return arguments.get(CACHE, arguments.get("past_key_values"))
 
 
 def cache_of(output: object) -> Any:

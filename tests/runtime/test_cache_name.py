@@ -19,5 +19,5 @@ def test_models_give_and_take_it_by_this_name() -> None:
 
 
 def test_arguments_have_it_by_either_name() -> None:
-    assert cache_in({"cache": 1}) == cache_in({"past_key_values": 1}) == 1
+    assert cache_in({CACHE: 1}) == cache_in({"past_key_values": 1}) == 1
     assert cache_in({"use_cache": True}) is None
