@@ -116,6 +116,14 @@ _QWEN4_EXP = {
     "output_gate_type": "sigmoid",
     "rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
 }
+_HY_V4 = {
+    "index_topk": 12,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+}
 _FALCON_H1 = {
     "embedding_multiplier": 3.0,
     "lm_head_multiplier": 0.4,
@@ -203,25 +211,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     },
     "hy_v3": {"moe_intermediate_size": 24, "num_experts": 6, "intermediate_size": 64, "head_dim": 8},
-    "hy_v4": {
-        "index_topk": 12,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "moe_intermediate_size": 32,
-        "hc_mult": 2,
-        "hc_magnitude": 1.7,
-        "norm_topk_prob": False,
-    },
-    "hy_v4_vl": {
-        "index_topk": 12,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "moe_intermediate_size": 32,
-    },
+    "hy_v4": {**_HY_V4, "hc_mult": 2, "hc_magnitude": 1.7, "norm_topk_prob": False},
+    "hy_v4_vl": _HY_V4,
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "gpt_oss": {
         "intermediate_size": 24,
