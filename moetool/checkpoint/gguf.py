@@ -8,24 +8,18 @@ import shlex
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.version import __version__
 
-if TYPE_CHECKING:
-    pass
-
-from moetool.checkpoint.gguf_model import GgufModel
-
 _LOGGER = logging.getLogger(__name__)
 
 _SAMPLES, _SAMPLE = 64, 1 << 16  # parts of a file that tell it from others, and their bytes
-_CONVERTED_BY = ("families", "family", "latent", "recurrent", "sigmoid", "softmax", "tokenizer", "words")
 
 
 def converted(file: Path, *, weights: bool = True) -> Path:
@@ -101,8 +95,8 @@ def _digest(file: Path) -> str:
     another, and so is what another moetool or transformers makes of it."""
     digest = hashlib.sha256(f"{__version__} {version('transformers')} ".encode())
     here = Path(__file__)
-    names = (here.parents[1] / "format" / "gguf" / f"{name}.py" for name in _CONVERTED_BY)
-    for source in (here, here.with_name("gguf_model.py"), *names):
+    families = sorted((here.parents[1] / "format" / "gguf").glob("*.py"))
+    for source in (here, here.with_name("gguf_model.py"), *families):
         digest.update(source.read_bytes())
     with reading(file), file.open("rb") as stream:
         stat = file.stat()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.format.gguf.delta_rules import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.family import (
     Change,
     Config,
@@ -25,7 +26,6 @@ from moetool.format.gguf.family import (
     without_experts,
 )
 from moetool.format.gguf.latent import LATENT, LATENT_COUNTS, LATENT_NAMES
-from moetool.format.gguf.recurrent import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.routing import (
     FIXED_EPSILON,
     IF_RENORMALIZED,

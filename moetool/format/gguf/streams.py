@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.format.gguf.delta_rules import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.family import Change, Config, GgufFamily, beside, changed, nearest, nothing, whole_numbers
 from moetool.format.gguf.latent import DEEPSEEK_V32
-from moetool.format.gguf.recurrent import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.routing import other_scores
 from moetool.format.gguf.words import SHARED_EXPERT, halved, interleaved
 
