@@ -358,6 +358,14 @@ def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
         agree(run_cli, mixture, tmp_path / "again")
 
 
+def test_a_plan_refuses_shared_experts_that_are_not_idle(run_cli: Any, tmp_path: Path) -> None:
+    """Random ones beside routing weights that add up to one."""
+    build("qwen2_moe", mlp_only_layers=[], norm_topk_prob=True).save_pretrained(tmp_path / "busy")
+    result = export(run_cli, tmp_path / "busy", tmp_path / "out", "--dry-run")
+    assert result.code != 0
+    assert "shared_expert.down_proj.weight is not zero" in result.stderr
+
+
 def test_files_are_converted_again_by_another_moetool(
     run_cli: Any, models: dict[str, Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

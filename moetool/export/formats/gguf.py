@@ -30,7 +30,7 @@ from moetool.costs.calibration_cost import BASELINE, CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
-from moetool.export.gguf.checking import check_idle, check_source
+from moetool.export.gguf.checking import check_source
 from moetool.export.gguf.coded_layers import CodedLayers
 from moetool.export.gguf.coding import choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import Ends
@@ -245,7 +245,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def run(self, job: Job[GgufSource]) -> Details:
         source, files = self.source, [job.output / MODEL]
-        check_idle(source)
         for line in self._remarks():
             job.progress.log(line)
         facts, coded, ends, details = None, None, None, GgufDetails()

@@ -39,9 +39,10 @@ def check_source(source: GgufSource) -> None:
     _check_rope(source)
     if not source.checkpoint.is_imagined:
         check_sizes(source.checkpoint)
+        _check_idle(source)
 
 
-def check_idle(source: GgufSource) -> None:
+def _check_idle(source: GgufSource) -> None:
     """Raise `InvalidInputError` unless the outputs of all shared experts that the file leaves out are zero."""
     for name in source.idle_names:
         if name.endswith("down_proj.weight") and bool(source.checkpoint.read(name).any()):
