@@ -7,7 +7,6 @@ An error message says what was wrong, with the numbers, and what to do about it.
 import difflib
 import errno
 import os
-import re
 from collections.abc import Iterable
 
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
@@ -60,8 +59,7 @@ class InterruptedRunError(MoetoolError):
 def did_you_mean(said: str, known: Iterable[str]) -> str:
     """` Did you mean X?` for the name that comes nearest to what was said, to end a message with, or nothing."""
     names = {name.lower(): name for name in known}
-    plain = re.sub(r"_[sml]$", "", said.lower())  # llama.cpp's mixtures: q4_k of q4_k_m
-    close = [plain] if plain in names else difflib.get_close_matches(said.lower(), names, n=1)
+    close = difflib.get_close_matches(said.lower(), names, n=1)
     return f" Did you mean {names[close[0]]}?" if close else ""
 
 

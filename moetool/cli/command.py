@@ -202,6 +202,7 @@ def from_record(record: Mapping[str, Any], offer: Callable[[str], list[str]] | N
         *(() if record.get("argument") else record.get("flags", ())),
         show_default=record.get("shows_default", False),
         autocompletion=offer,
+        case_sensitive=False,
         **{name: record[name] for name in _FIELDS if name in record},
     )
     default = record.get("default", inspect.Parameter.empty)

@@ -130,6 +130,7 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
         show_default=False,
         rich_help_panel=group,
         metavar=written,
+        case_sensitive=False,
     )
     return Annotated[kind | None, option]
 

@@ -11,7 +11,7 @@ from moetool.errors import did_you_mean
         (("comprss", "a", "b"), "Did you mean compress?"),
         (("compress", "a", "b", "--ratoi", "0.4"), "No such option: --ratoi. Did you mean --ratio?"),
         (("tune", "a", "b", "--no-resme"), "Did you mean --resume?"),
-        (("export", "a", "b", "--format", "gguf", "--type", "Q4_K_M"), "Did you mean q4_k?"),
+        (("export", "a", "b", "--format", "gguf", "--type", "Q3_K_XL"), "Did you mean q3_k_l?"),
         (("compress", "a", "b", "--merge", "fishr"), "Did you mean fisher?"),
         (("list", "methds"), "Did you mean methods?"),
         (("upcycle", "a", "b", "--method", "vanila"), "Did you mean vanilla?"),

@@ -133,6 +133,14 @@ def test_types_are_chosen_for_a_size(run_cli: Any, wide: Path, one_type: Path, s
     assert size <= planned.json["output_bytes"] <= most
 
 
+def test_a_mixture_of_llama_quantize_is_its_bits_per_weight(run_cli: Any, wide: Path, tmp_path: Path) -> None:
+    """In whatever case its name is typed."""
+    words = ("export", wide, tmp_path / "out", "--format", "gguf", "--dry-run", "--json")
+    plans = [run_cli(*words, *typed).json for typed in (("--type", "Q5_K_M"), ("--target-bpw", 5.7))]
+    assert plans[0] == plans[1]
+    assert run_cli(*words, "--type", "Q5_K").json == run_cli(*words, "--type", "q5_k").json != plans[0]
+
+
 def test_chosen_types_lose_less_than_one_for_all(
     wide: Path,
     tiny_text: Path,
@@ -161,6 +169,8 @@ def test_bits_per_weight_of_a_compressed_model_on_the_bundled_text(run_cli: Any,
         (("--size", "100KB"), "this model takes from"),
         (("--target-bpw", 2), "is less than this model can have"),
         (("--size", "1MB", "--target-bpw", 5), "not both"),
+        (("--type", "q4_k_m", "--target-bpw", 5), "stands for --target-bpw 4.89: give one"),
+        (("--type", "q4_k_m", "--experts-type", "q3_k"), "leave out --experts-type"),
         (("--size", "1MB", "--type", "q4_k"), "leave out --type"),
         (("--size", "1MB", "--experts-type", "q4_k"), "leave out --experts-type"),
     ],

@@ -86,7 +86,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @property
     def _common(self) -> NumberType:
         """Type of what is not a routed expert, until it is chosen."""
-        return self.options.type or ("q8_0" if self.options.chooses_types else "f16")
+        return self.options.number_type or ("q8_0" if self.options.chooses_types else "f16")
 
     @property
     def _types(self) -> set[NumberType]:
@@ -118,8 +118,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         menu, size = self._own_menu, self.options.size
         assert menu is not None
         if size is None:
-            assert self.options.target_bpw is not None
-            return menu.budget(self.options.target_bpw)
+            assert self.options.bits_per_weight is not None
+            return menu.budget(self.options.bits_per_weight)
         least, most = (self._most_around + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
         if size < least:
             raise UsageError(

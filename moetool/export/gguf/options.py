@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from moetool.checkpoint.sizes import ByteSize
-from moetool.format.gguf.blocks import NumberType
+from moetool.format.gguf.blocks import MIXTURES, MixtureName, NumberType
 from moetool.format.gguf.words import TENSOR_TYPES
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.result import Details, Printed
@@ -16,11 +16,12 @@ from moetool.job.result import Details, Printed
 class ExportGgufOptions(RunOptions, TextOptions):
     """The types of numbers, what the tokenizer is called, and on which text llama-quantize is helped, if on any."""
 
-    type: NumberType | None = Field(
+    type: Literal[NumberType, MixtureName] | None = Field(
         None,
         description="Type of all weights (default: f16, or with --size or --target-bpw chosen for each tensor). "
         "Routers and norms are always fp32, embeddings and head have 8 bits at least; with --calibration the codes of "
-        "q8_0 and below are chosen to lose least on the text.",
+        "q8_0 and below are chosen to lose least on the text. A mixture of llama-quantize, such as q4_k_m, is "
+        "--target-bpw with the bits that llama.cpp documents for it.",
     )
     experts_type: NumberType | None = Field(None, description="Type of the routed experts (default: as --type).")
     size: ByteSize | None = Field(
@@ -43,16 +44,35 @@ class ExportGgufOptions(RunOptions, TextOptions):
     def _one_choice(self) -> Self:
         if self.size is not None and self.target_bpw is not None:
             raise ValueError("give --size or --target-bpw, not both")
-        if self.experts_type is not None and self.chooses_types:
-            raise ValueError("--size and --target-bpw choose a type for every tensor: leave out --experts-type")
         if self.size is not None and self.type is not None:
             raise ValueError("--size chooses a type for every tensor: leave out --type")
+        if self.target_bpw is not None and self._bits_of_mixture is not None:
+            raise ValueError(f"--type {self.type} stands for --target-bpw {self._bits_of_mixture:g}: give one of them")
+        if self.experts_type is not None and self.chooses_types:
+            given = (
+                "--size" if self.size is not None else "--target-bpw" if self.type is None else f"--type {self.type}"
+            )
+            raise ValueError(f"{given} chooses a type for every tensor: leave out --experts-type")
         return self
+
+    @property
+    def number_type(self) -> NumberType | None:
+        """Type of all weights; `None` where it is left to moetool or chosen for each tensor."""
+        return next((own for own in get_args(NumberType) if own == self.type), None)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits per weight in all, as asked for by their number or by the name of a mixture."""
+        return self.target_bpw or self._bits_of_mixture
+
+    @property
+    def _bits_of_mixture(self) -> float | None:
+        return next((bits for name, bits in MIXTURES.items() if name == self.type), None)
 
     @property
     def chooses_types(self) -> bool:
         """Whether every tensor is coded in a type that is chosen for it."""
-        return self.type is None and (self.size is not None or self.target_bpw is not None)
+        return self.number_type is None and (self.size is not None or self.bits_per_weight is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

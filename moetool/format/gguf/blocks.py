@@ -23,6 +23,25 @@ NumberType = Literal[
     "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl",
     "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4",
 ]  # fmt: skip
+MixtureName = Literal[
+    "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "iq2_m", "iq3_xs", "iq3_m",
+]  # fmt: skip
+# Bits per weight of llama-quantize's mixtures of types, those of Llama 3.1 8B (llama.cpp, tools/quantize/README.md).
+MIXTURES: Mapping[MixtureName, float] = MappingProxyType(
+    {
+        "q2_k_s": 2.97,
+        "q3_k_s": 3.64,
+        "q3_k_m": 4.0,
+        "q3_k_l": 4.3,
+        "q4_k_s": 4.67,
+        "q4_k_m": 4.89,
+        "q5_k_s": 5.57,
+        "q5_k_m": 5.7,
+        "iq2_m": 2.93,
+        "iq3_xs": 3.5,
+        "iq3_m": 3.76,
+    }  # fmt: skip
+)
 StoredType = NumberType | Literal["i32"]  # of numbers that are no weights, too
 MXFP4: NumberType = "mxfp4"  # whose codes are the nearest always
 _TWO, _FOUR = np.uint8(2), np.uint8(4)
