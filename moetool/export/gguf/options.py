@@ -49,9 +49,8 @@ class ExportGgufOptions(RunOptions, TextOptions):
         if self.target_bpw is not None and self._bits_of_mixture is not None:
             raise ValueError(f"--type {self.type} stands for --target-bpw {self._bits_of_mixture:g}: give one of them")
         if self.experts_type is not None and self.chooses_types:
-            given = (
-                "--size" if self.size is not None else "--target-bpw" if self.type is None else f"--type {self.type}"
-            )
+            chooser = "--size" if self.size is not None else "--target-bpw"
+            given = chooser if self.type is None else f"--type {self.type}"
             raise ValueError(f"{given} chooses a type for every tensor: leave out --experts-type")
         return self
 

@@ -40,7 +40,7 @@ MIXTURES: Mapping[MixtureName, float] = MappingProxyType(
         "iq2_m": 2.93,
         "iq3_xs": 3.5,
         "iq3_m": 3.76,
-    }  # fmt: skip
+    }
 )
 StoredType = NumberType | Literal["i32"]  # of numbers that are no weights, too
 MXFP4: NumberType = "mxfp4"  # whose codes are the nearest always
