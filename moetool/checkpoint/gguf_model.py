@@ -19,27 +19,23 @@ from torch import Tensor
 
 from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.shape import by_name
+from moetool.checkpoint.gguf_config import GgufConfig
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import InvalidInputError
 from moetool.format.gguf.families import family_in_file
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.tokenizer import CUTTINGS
 from moetool.format.gguf.words import (
-    COUNTS,
     EXPERT_BIASES,
     EXPERT_COUNT,
     EXPERTS,
-    EXPERTS_USED,
-    FRACTIONS,
-    HEAD,
-    HEAD_WIDTHS,
-    ROPE_BASE,
+    LONG_ROPE_FACTORS,
+    PREDICTORS,
     ROPE_FACTORS,
-    SHARED_WIDTH,
-    WIDTH,
     gguf_library,
     halved,
     layer_in_file,
+    layer_of,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +45,8 @@ if TYPE_CHECKING:
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _VOCABULARY = "tokenizer.ggml."
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}  # tokens, by their entries and by GGUF's names
+_OF_ROPE = {ROPE_FACTORS, *LONG_ROPE_FACTORS.values()}  # tensors that the config tells of
 _UNUSED = 5  # the kind of a token that is none
 
 
@@ -114,13 +112,17 @@ class GgufModel:
         return str(self._field("general.architecture"))
 
     @cached_property
+    def _entries(self) -> dict[str, Any]:
+        """Metadata of the architecture, by keys without its name."""
+        start = f"{self._start}."
+        return {key.removeprefix(start): self._field(key) for key in self._reader.fields if key.startswith(start)}
+
+    @cached_property
     def _family(self) -> GgufFamily:
         if self.written is not None:
             return self.written.family
-        shared = bool(self._field(f"{self._start}.{SHARED_WIDTH}"))
-        is_moe = bool(self._field(f"{self._start}.{EXPERT_COUNT}"))
         try:
-            return family_in_file(self._start, is_moe=is_moe, has_shared=shared)
+            return family_in_file(self._start, self._entries)
         except InvalidInputError as error:
             raise InvalidInputError(f"{self.file} cannot be an input. {error}") from error
 
@@ -165,62 +167,18 @@ class GgufModel:
     @cached_property
     def config(self) -> dict[str, object]:
         """`config.json`. Raises `InvalidInputError` for what moetool does not read."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        family = self._family
-        entries: dict[str, object] = {
-            "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]],
-            "model_type": family.model_type,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "hidden_act": "silu",
-            "tie_word_embeddings": HEAD not in self._tensors,
-        }
-        counts = {key: own for key, own in COUNTS.items() if key != "vocab_size"}
-        entries |= {key: int(self._number(own)) for key, own in counts.items()}
-        entries |= {key: _decimal(self._number(own)) for key, own in {**FRACTIONS, **family.multipliers}.items()}
-        entries["vocab_size"] = int(self._tensors["token_embd.weight"].shape[-1])
-        heads, hidden = int(self._number("attention.head_count")), int(self._number("embedding_length"))
-        entries["head_dim"] = int(self._field(f"{self._start}.{HEAD_WIDTHS[0]}") or hidden // heads)
-        entries["rope_parameters"] = self._rope()
-        if family.biases and family.model_type not in ("qwen2", "qwen2_moe"):
-            entries["attention_bias"] = layer_in_file(0, "attn_output.bias") in self._tensors
-        entries |= self._widths()
-        entries |= {key: known[0] for key, known in family.computes.items()}
-        ids = ((kind, self._field(f"{_VOCABULARY}{kind}_token_id")) for kind in ("bos", "eos"))
-        return entries | {f"{kind}_token_id": int(token) for kind, token in ids if token is not None}
-
-    def _widths(self) -> dict[str, object]:
-        family = self._family
-        found: dict[str, object] = {"intermediate_size": int(self._number(WIDTH))}
-        if not family.is_moe:
-            return found
-        found[family.experts_key] = int(self._number(EXPERT_COUNT))
-        found["num_experts_per_tok"] = int(self._number(EXPERTS_USED))
-        if family.width_key != WIDTH:
-            found["moe_intermediate_size"] = int(self._number(family.width_key))
-        if family.shared_width is not None:
-            found[family.shared_width] = int(self._number(SHARED_WIDTH))
-        return found
-
-    def _rope(self) -> dict[str, object]:
-        scaling = self._field(f"{self._start}.rope.scaling.type")
-        base = _decimal(self._field(f"{self._start}.{ROPE_BASE}") or 10000.0)
-        if scaling in (None, "none") and ROPE_FACTORS not in self._tensors:
-            return {"rope_type": "default", "rope_theta": base}
-        if scaling == "linear":
-            return {"rope_type": "linear", "rope_theta": base, "factor": _decimal(self._number("rope.scaling.factor"))}
-        raise InvalidInputError(
-            f"{self.file} has rotary embeddings of a kind ({scaling or ROPE_FACTORS}) that moetool does not read from "
-            "GGUF. Take the model's own checkpoint."
-        )
+        shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self._tensors.items()}
+        said = {kind: self._field(f"{_VOCABULARY}{name}_token_id") for kind, name in _SPECIAL.items()}
+        tokens = {kind: int(token) for kind, token in said.items() if token is not None}
+        return GgufConfig(self.file, self._family, self._entries, shapes, self._read, self.dtype, tokens).build()
 
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
-        layers = int(self._number("block_count"))
-        found = {int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")}
-        if len(found) != layers or found != set(range(len(found))):
+        layers, total = self.layers, int(self._number("block_count"))
+        found = {layer_of(name) for name in self._tensors} - {-1}
+        if len(found) < layers or not {*range(layers)} <= found or max(found) >= total:
             raise InvalidInputError(
-                f"{self.file} says that it has {layers} layers, and has tensors of {len(found)}. Download it again."
+                f"{self.file} says that it has {total} layers, and has tensors of {len(found)}. Download it again."
             )
         (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         self._write_tokenizer(directory)
@@ -241,8 +199,8 @@ class GgufModel:
 
     @cached_property
     def layers(self) -> int:
-        """Number of decoder layers, by the metadata of the file."""
-        return int(self._number("block_count"))
+        """Number of decoder layers, by the metadata of the file, without those that predict further tokens."""
+        return int(self._number("block_count")) - int(self._field(f"{self._start}.{PREDICTORS}") or 0)
 
     @cached_property
     def heads(self) -> tuple[int, int]:
@@ -280,7 +238,7 @@ class GgufModel:
             ):
                 others |= shared
                 yield from self._shared(self._moe, layer)
-        unknown = sorted(mine - names.keys() - others)
+        unknown = sorted(mine - names.keys() - others - _OF_ROPE)
         if unknown and not known_alone:
             raise InvalidInputError(
                 f"{self.file} has a tensor {unknown[0]} ({len(unknown)} in all) that moetool does not know in a "
@@ -386,8 +344,3 @@ class GgufModel:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.model.ignore_merges = cutting.ignores_merges
-
-
-def _decimal(value: float) -> float:
-    """A fraction that was kept in fp32 as people write it: 1e-5, not 9.999999747378752e-06."""
-    return float(f"{value:.7g}")

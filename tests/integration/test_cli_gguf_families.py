@@ -22,6 +22,9 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 
+from moetool.checkpoint.reader import Checkpoint
+from moetool.format.gguf.families import READ
+
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 
 Made = Callable[[str], Path]
@@ -42,6 +45,12 @@ STRUCTURES = (
     "llama4",
     *DENSE_STRUCTURES,
 )
+# Files of InternLM 3 and iQuestCoder are read as those of a Llama.
+READ_MODELS = [
+    name
+    for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
+    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & READ
+]
 # With GELU, where the last bit of 16 may differ.
 _WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt")
 
@@ -115,7 +124,21 @@ def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp
             assert re.sub(r"\.(weight|bias|scale)$", "", base) in own, tensor.name
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", sampled(READ_MODELS, ("gpt_oss", "gemma3-stretched", "glm4_moe", "qwen3_next")))
+def test_a_file_is_read_as_the_model_that_it_was_made_of(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    assert export(run_cli, model(name), tmp_path / "out", "--type", "f32").code == 0
+    caplog.clear()
+    found = Checkpoint.open(tmp_path / "out" / "model.gguf")
+    assert not caplog.records
+    tokens = torch.arange(3, 67)[None]
+    before, after = (load(path)(tokens).logits.detach() for path in (model(name), found.path))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_an_export_that_moetool_does_not_read_is_verified(
     run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -20,6 +20,8 @@ from moetool.format.gguf.words import (
     SHARED_WIDTH,
     STATES,
     WIDTH,
+    WINDOW,
+    WINDOW_PATTERN,
     gguf_library,
 )
 
@@ -159,9 +161,9 @@ def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:
     start, period = source.family.architecture, source.family.window_period
     if period is None or not source.windows:
         return
-    writer.add_uint32(f"{start}.attention.sliding_window", int(source.config.sliding_window))
+    writer.add_uint32(f"{start}.{WINDOW}", int(source.config.sliding_window))
     if not period:
-        writer.add_array(f"{start}.attention.sliding_window_pattern", source.windows)
+        writer.add_array(f"{start}.{WINDOW_PATTERN}", source.windows)
     if source.family.is_indexed:
         writer.add_array(f"{start}.attention.indexer.types", [not windowed for windowed in source.windows])
     rope = source.rope_of_windows

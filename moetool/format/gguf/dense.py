@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import (
     Change,
+    Config,
     GgufFamily,
     head_norms,
     norms_plus_one,
     nothing,
     plus_one,
+    whole_numbers,
 )
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
 
@@ -43,7 +45,7 @@ FULLY_CONNECTED = {**pair("mlp.c_fc", "ffn_up"), **pair("mlp.c_proj", "ffn_down"
 _UNGATED = {**pair("mlp.up_proj", "ffn_up"), **pair("mlp.down_proj", "ffn_down")}
 _GATED_WITH_BIASES = {**pair("mlp.gate_proj", "ffn_gate"), **_UNGATED}
 
-MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_read=True, is_interleaved=True, slows_rope=True)
+MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_interleaved=True, slows_rope=True)
 _LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES)
 GRANITE_DENSE = replace(_LLAMA, model_type="granite", architecture="granite", multipliers=GRANITE)
 
@@ -60,6 +62,18 @@ def _other_gemma(largest: int) -> Callable[["PreTrainedConfig"], str | None]:
         return None
 
     return objection
+
+
+def _divisor(largest: int) -> Callable[[Config], object]:
+    """Make the divisor of a Gemma's scores, squared, as `_other_gemma` says it."""
+
+    def divisor(config: Config) -> object:
+        layers, hidden, heads, width = whole_numbers(
+            config, "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"
+        )
+        return hidden // heads if layers == largest else width
+
+    return divisor
 
 
 def _other_gemma2(config: "PreTrainedConfig") -> str | None:
@@ -111,6 +125,7 @@ _GEMMA2 = replace(
         "final_logit_softcapping": "final_logit_softcapping",
     },
     computes={**_GEMMA.computes, "hidden_activation": TANH_GELU},
+    implied={"query_pre_attn_scalar": _divisor(46)},
     objection=_other_gemma2,
     remark=nothing,
 )
@@ -121,6 +136,7 @@ _GEMMA3 = replace(
     needs_windows=False,
     multipliers={"final_logit_softcapping": "final_logit_softcapping"},
     computes={**_GEMMA2.computes, "attn_logit_softcapping": (None,)},
+    implied={"query_pre_attn_scalar": _divisor(62)},
     objection=_other_gemma3,
 )
 
@@ -177,8 +193,8 @@ _OLMO2 = GgufFamily(
     names=_POST_NORMS,
     computes=UNBIASED,
 )
-QWEN2 = GgufFamily("qwen2", "qwen2", is_moe=False, is_read=True, is_square=True, biases=INNER_BIASES)
-QWEN3 = GgufFamily("qwen3", "qwen3", is_moe=False, is_read=True, has_head_norms=True, biases=INNER_BIASES)
+QWEN2 = GgufFamily("qwen2", "qwen2", is_moe=False, is_square=True, biases=INNER_BIASES)
+QWEN3 = GgufFamily("qwen3", "qwen3", is_moe=False, has_head_norms=True, biases=INNER_BIASES)
 ERNIE = GgufFamily("ernie4_5", "ernie4_5", is_moe=False, computes={"use_bias": (False,)})
 _HUNYUAN = GgufFamily(
     "hunyuan_v1_dense",
@@ -220,8 +236,8 @@ DENSE: tuple[GgufFamily, ...] = (
     QWEN2,
     QWEN3,
     GRANITE_DENSE,
-    replace(_LLAMA, model_type="iquestcoder", is_read=False),
-    replace(_LLAMA, model_type="internlm3", is_read=False, dense=_GATED_WITH_BIASES),
+    replace(_LLAMA, model_type="iquestcoder"),
+    replace(_LLAMA, model_type="internlm3", dense=_GATED_WITH_BIASES),
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
@@ -241,7 +257,6 @@ DENSE: tuple[GgufFamily, ...] = (
         MISTRAL,
         model_type="smollm3",
         architecture="smollm3",
-        is_read=False,
         slows_rope=False,
         biases=INNER_BIASES,
         objection=_other_smollm3,
@@ -307,7 +322,7 @@ DENSE: tuple[GgufFamily, ...] = (
         computes={"attention_out_bias": (False,), "mlp_bias": (False,)},
         cutting="seed-coder",
     ),
-    replace(MISTRAL, model_type="ministral3", architecture="mistral3", is_read=False, objection=_other_ministral),
+    replace(MISTRAL, model_type="ministral3", architecture="mistral3", objection=_other_ministral),
     GgufFamily(
         "nemotron",
         "nemotron",
@@ -327,7 +342,6 @@ DENSE: tuple[GgufFamily, ...] = (
         MISTRAL,
         model_type="arcee",
         architecture="arcee",
-        is_read=False,
         dense=_UNGATED,
         computes={"hidden_act": ("relu2",), "mlp_bias": (False,)},
     ),

@@ -22,6 +22,7 @@ from moetool.format.gguf.seeing import SEEING
 from moetool.format.gguf.sigmoid import OF_SIGMOID
 from moetool.format.gguf.softmax import OF_SOFTMAX, QWEN2_MOE_RENORMALIZED
 from moetool.format.gguf.streams import OF_STREAMS
+from moetool.format.gguf.words import EXPERT_COUNT, SHARED_WIDTH, WINDOW
 
 GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *DENSE,
@@ -39,6 +40,16 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *OF_STREAMS,
     *OF_INDEXED,
 )
+# Families of which moetool reads files, too, as llama.cpp's converter and moetool write them.
+READ = frozenset(
+    [
+        "afmoe", "arcee", "bloom", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+        "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe",
+        "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama", "mellum", "minimax_m2", "mistral",
+        "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2",
+    ]
+)  # fmt: skip
 _REFUSED: Mapping[str, str] = {
     "hunyuan_vl_text": "llama.cpp turns queries and keys of this model by three of its four axes in a text, "
     "transformers by all of them. It would be another model.",
@@ -82,12 +93,21 @@ def _all_attend(config: Settings) -> bool:
     return isinstance(kinds, list) and set(kinds) <= {"attention", "full_attention"}
 
 
-def family_in_file(architecture: str, *, is_moe: bool, has_shared: bool) -> GgufFamily:
-    """The family of a GGUF file, by the name of its architecture. Raises `InvalidInputError` for one not known."""
-    read = [family for family in GGUF_FAMILIES if family.is_read]
+def family_in_file(architecture: str, entries: Mapping[str, object]) -> GgufFamily:
+    """The family of a GGUF file, by the name of its architecture and by its metadata, by keys without that name: of
+    several, the first with which fewest metadata are at odds. Raises `InvalidInputError` for one not known."""
+    is_moe = bool(entries.get(EXPERT_COUNT))
+    read = [family for family in GGUF_FAMILIES if family.model_type in READ]
     known = [family for family in read if family.architecture == architecture and family.is_moe == is_moe]
     if not known:
         names = ", ".join(sorted({family.architecture for family in read}))
         experts = " with experts" if is_moe else ""
         raise InvalidInputError(f"It holds a model of llama.cpp's '{architecture}'{experts}. moetool reads {names}.")
-    return next((family for family in known if has_shared == (family.shared_width is not None)), known[0])
+
+    def at_odds(family: GgufFamily) -> int:
+        has_shared, has_windows = family.shared_width is not None, family.window_period is not None
+        other = (own in entries and entries[own] != known for own, known in family.fixed.items())
+        shared, windows = bool(entries.get(SHARED_WIDTH)), bool(entries.get(WINDOW))
+        return sum((shared != has_shared, windows != has_windows, *other))
+
+    return min(known, key=at_odds)

@@ -214,9 +214,10 @@ class GgufFamily:
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
+        implied: entries of a config that follow from its others in every model that llama.cpp computes, where
+            transformers has another default.
         pieces: llama.cpp's name of a tokenizer of pieces.
         cutting: llama.cpp's name of how published tokenizers of the family cut a text, where their rules do not tell.
-        is_read: whether moetool reads its files, too.
         objection: tells of a config why llama.cpp computes another model, if it does.
         remark: tells of a config in what llama.cpp differs a little, if it does.
         leaves_out: tensors of the layer, by beginnings of their names, that only an idle shared expert has.
@@ -289,9 +290,9 @@ class GgufFamily:
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    implied: Mapping[str, Callable[[Config], object]] = field(default_factory=dict)
     pieces: str = "llama"
     cutting: str | None = None
-    is_read: bool = False
     objection: Callable[["PreTrainedConfig"], str | None] = nothing
     remark: Callable[["PreTrainedConfig"], str | None] = nothing
     leaves_out: tuple[str, ...] = ()

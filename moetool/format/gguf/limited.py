@@ -16,8 +16,8 @@ from moetool.format.gguf.family import (
     plus_one,
     without_experts,
 )
-from moetool.format.gguf.routing import SCALE, SCALED, SHARED_COUNT, SIGMOID_RENORMALIZED, UNBIASED
-from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_EXPERT
+from moetool.format.gguf.routing import SCALE, SCALED, SIGMOID_RENORMALIZED, UNBIASED
+from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_COUNT, SHARED_EXPERT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

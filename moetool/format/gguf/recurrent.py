@@ -125,7 +125,6 @@ _GRANITE_HYBRID_DENSE = replace(
 GRANITE_4_DENSE = replace(
     GRANITE_DENSE,
     model_type="granitemoehybrid",
-    is_read=False,
     dense=_WITHOUT_OTHERS,
     changes=_JOINED,
     computes={"position_embedding_type": ("rope",)},

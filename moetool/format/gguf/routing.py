@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from moetool.format.gguf.family import ATTENTION, GgufFamily
-from moetool.format.gguf.words import EXPERT_WIDTH, GATING
+from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_COUNT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,7 +25,6 @@ SCALED = {"routed_scaling_factor": SCALE}
 NOT_SCALED: Mapping[str, tuple[object, ...]] = {"routed_scaling_factor": (1.0,)}
 
 # Entries that count shared experts.
-SHARED_COUNT = "expert_shared_count"
 N_SHARED = {"n_shared_experts": SHARED_COUNT}
 NUM_SHARED = {"num_shared_experts": SHARED_COUNT}
 

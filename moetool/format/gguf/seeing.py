@@ -58,9 +58,7 @@ def _adds_nothing(config: "PreTrainedConfig") -> str:
     )
 
 
-_QWEN2_VL = replace(
-    QWEN2, model_type="qwen2_vl_text", architecture="qwen2vl", axes=(16, 24, 24), is_read=False, remark=_adds_nothing
-)
+_QWEN2_VL = replace(QWEN2, model_type="qwen2_vl_text", architecture="qwen2vl", axes=(16, 24, 24), remark=_adds_nothing)
 _GLM4_V = replace(
     GLM4,
     model_type="glm4v_text",
@@ -80,7 +78,6 @@ SEEING: tuple[GgufFamily, ...] = (
         architecture="qwen3vl",
         axes=(24, 20, 20),
         has_deep_stack=True,
-        is_read=False,
     ),
     _GLM4_V,
     replace(_GLM4_V, model_type="glm_ocr_text"),

@@ -16,12 +16,11 @@ from moetool.format.gguf.routing import (
     POST_ATTENTION,
     RENORMALIZED,
     SCALED,
-    SHARED_COUNT,
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,
     UNBIASED,
 )
-from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_IN_TWO
+from moetool.format.gguf.words import EXPERT_WIDTH, GATING, SHARED_COUNT, SHARED_IN_TWO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,7 +30,6 @@ _QWEN2_MOE = GgufFamily(
     "qwen2_moe",
     "qwen2moe",
     is_moe=True,
-    is_read=True,
     is_square=True,
     has_shared=True,
     biases=INNER_BIASES,
@@ -46,7 +44,6 @@ _QWEN2_MOE = GgufFamily(
 QWEN2_MOE_RENORMALIZED = replace(
     _MIXTRAL,
     model_type="qwen2_moe",
-    is_read=False,
     biases=INNER_BIASES,
     leaves_out=("mlp.shared_expert.", "mlp.shared_expert_gate."),
 )
@@ -54,7 +51,6 @@ _QWEN3_MOE = GgufFamily(
     "qwen3_moe",
     "qwen3moe",
     is_moe=True,
-    is_read=True,
     has_head_norms=True,
     biases=INNER_BIASES,
     experts_key="num_experts",
@@ -67,7 +63,6 @@ _QWEN3_VL_MOE = replace(
     architecture="qwen3vlmoe",
     axes=(24, 20, 20),
     has_deep_stack=True,
-    is_read=False,
 )
 _GRANITE_MOE = replace(GRANITE_DENSE, model_type="granitemoe", architecture="granitemoe", is_moe=True)
 
@@ -177,7 +172,6 @@ _GRANITE_MOE_SWA = replace(
     _GRANITE_MOE,
     model_type="granitemoe_swa",
     architecture="granite_swa",
-    is_read=False,
     has_shared=True,
     shared=SHARED_IN_TWO,
     shared_width="shared_intermediate_size",
@@ -197,7 +191,6 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         "olmoe",
         "olmoe",
         is_moe=True,
-        is_read=True,
         has_head_norms=True,
         is_square=True,
         groups_heads=False,

@@ -44,9 +44,11 @@ WIDTH, EXPERT_WIDTH, SHARED_WIDTH = (
     "expert_feed_forward_length",
     "expert_shared_feed_forward_length",
 )
+SHARED_COUNT, PREDICTORS = "expert_shared_count", "nextn_predict_layers"
 DENSE_LAYERS, GROUPS = "leading_dense_block_count", ("expert_group_count", "expert_group_used_count")
 GATING, STATES = "expert_gating_func", "attention.recurrent_layers"
 EXPERT_COUNT, EXPERTS_USED = "expert_count", "expert_used_count"
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 ROPE_BASE, ROPE_PATTERN = "rope.freq_base", "attention.rope_pattern"
 
 

@@ -1,0 +1,172 @@
+"""`config.json` from the metadata of a GGUF file: what each says, and what is refused."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from moetool.checkpoint.gguf_config import GgufConfig
+from moetool.errors import InvalidInputError
+from moetool.format.gguf.families import GGUF_FAMILIES, family_in_file
+from moetool.format.gguf.words import ROPE_FACTORS
+
+SIZES = {
+    "block_count": 3,
+    "context_length": 131072,
+    "embedding_length": 64,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "feed_forward_length": 96,
+}
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 24}
+
+
+def config(
+    model_type: str, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    family = next(family for family in GGUF_FAMILIES if family.model_type == model_type)
+    held = {"token_embd.weight": torch.empty(320, 64), **(tensors or {})}
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    given = {**SIZES, **entries}
+    return GgufConfig(Path("x.gguf"), family, given, shapes, held.__getitem__, torch.bfloat16, {"eos": 2}).build()
+
+
+def test_sizes_and_tokens() -> None:
+    found = config("llama", {"attention.head_count_kv": 2})
+    assert (found["num_hidden_layers"], found["hidden_size"], found["vocab_size"]) == (3, 64, 320)
+    assert (found["num_attention_heads"], found["num_key_value_heads"], found["head_dim"]) == (4, 2, 16)
+    assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (None, 2, None)
+    assert found["tie_word_embeddings"] is True
+    assert config("llama", {})["num_key_value_heads"] == 4
+
+
+def factors(width: int, base: float, slowed: Mapping[str, Any]) -> torch.Tensor:
+    """What llama.cpp's converter stores of Llama 3's rotary embeddings."""
+    rope = {"rope_type": "llama3", "rope_theta": base, **slowed}
+    made = LlamaConfig(head_dim=width, rope_parameters=rope, max_position_embeddings=131072)
+    turned, _ = ROPE_INIT_FUNCTIONS["llama3"](made, torch.device("cpu"))
+    plain = 1 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return plain / turned
+
+
+@pytest.mark.parametrize("width", [128, 64, 8, 4])
+@pytest.mark.parametrize(
+    "slowed",
+    [
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        {"factor": 16.0, "low_freq_factor": 2.0, "high_freq_factor": 6.0, "original_max_position_embeddings": 1024},
+    ],
+    ids=["3.1", "3.2", "other"],
+)
+def test_rotary_embeddings_of_llama_3(slowed: Mapping[str, Any], width: int) -> None:
+    """Whatever the three lengths are called, every pair turns as slowly; Llama's own numbers are found as they are."""
+    given = factors(width, 5e5, slowed)
+    entries = {"rope.freq_base": 5e5, "attention.key_length": width}
+    found = config("llama", entries, {ROPE_FACTORS: given})["rope_parameters"]
+    again = factors(width, 5e5, {key: value for key, value in found.items() if key not in ("rope_type", "rope_theta")})
+    torch.testing.assert_close(again, given, rtol=1e-4, atol=0)
+    if width == 128 and slowed["low_freq_factor"] == 1:
+        assert found == {"rope_type": "llama3", "rope_theta": 5e5, **slowed}
+
+
+def test_factors_that_are_not_llama_3s_are_refused() -> None:
+    odd = factors(128, 5e5, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192})  # fmt: skip
+    odd[3] = 2.0
+    with pytest.raises(InvalidInputError, match="not slowed down as Llama 3's"):
+        config("llama", {"rope.freq_base": 5e5, "attention.key_length": 128}, {ROPE_FACTORS: odd})
+
+
+def test_yarn_by_both_names_of_its_strength() -> None:
+    """llama.cpp multiplies by attn_factor and by 1 + ln(factor) / 10; its converter notes transformers' own number."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32768}
+    entries = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    plain = config("qwen3", entries)["rope_parameters"]
+    assert plain == {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768,
+    }  # fmt: skip
+    by_llama = config("qwen3", {**entries, "rope.scaling.attn_factor": 0.5})["rope_parameters"]
+    assert by_llama["attention_factor"] == pytest.approx(0.5 * 1.1386294, rel=1e-6)
+    by_converter = config("qwen3", {**entries, "rope.scaling.yarn_attn_factor": 1.25})["rope_parameters"]
+    assert by_converter["attention_factor"] == 1.25
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([True, False, True], ["sliding_attention", "full_attention", "sliding_attention"]),
+        (3, ["sliding_attention", "sliding_attention", "full_attention"]),
+        (None, ["sliding_attention"] * 3),  # Gemma 3's own rule: every sixth
+    ],
+)
+def test_windows(said: object, expected: list[str]) -> None:
+    entries = {"attention.sliding_window": 512, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+    pattern = {} if said is None else {"attention.sliding_window_pattern": said}
+    found = config("gemma3_text", {**entries, **pattern})
+    assert (found["sliding_window"], found["layer_types"]) == (512, expected)
+    assert found["rope_parameters"]["full_attention"]["rope_theta"] == 1e6
+    assert found["rope_parameters"]["sliding_attention"]["rope_theta"] == 1e4
+    assert found["query_pre_attn_scalar"] == 16
+    whole = config("gemma3_text", {})
+    assert whole["layer_types"] == ["full_attention"] * 3
+
+
+def test_layers_without_experts_are_counted_by_routers() -> None:
+    """Not every converter writes how many there are; layers that predict further tokens are no decoder layers."""
+    routers = {f"blk.{layer}.ffn_gate_inp.weight": torch.empty(8, 64) for layer in (1, 2, 3)}
+    found = config("glm4_moe", {**EXPERTS, "block_count": 4, "nextn_predict_layers": 1, "expert_weights_norm": True,
+                                "expert_shared_feed_forward_length": 48}, routers)  # fmt: skip
+    assert (found["num_hidden_layers"], found["first_k_dense_replace"]) == (3, 1)
+    assert found["n_shared_experts"] == 2
+    assert found["moe_intermediate_size"] == 24
+    assert found["use_qk_norm"] is False
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "said"),
+    [
+        ("gpt_oss", {**EXPERTS, "expert_gating_func": 2}, "gpt-oss.expert_gating_func = 2 where others have 3"),
+        ("llama", {"attention.head_count_kv": [2, 2, 4]}, "layers that differ in attention.head_count_kv"),
+        ("llama", {"rope.scaling.type": "odd"}, "rotary embeddings of a kind (odd)"),
+        ("gemma2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "other layers than"),
+        ("gpt_oss", {**EXPERTS, "attention.sliding_window": 8, "rope.freq_base_swa": 5.0}, "in layers with windows"),
+    ],
+)
+def test_what_is_refused(model_type: str, entries: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        config(model_type, entries)
+    assert said in str(error.value)
+    assert str(error.value).endswith("Take the model's own checkpoint.")
+
+
+def test_what_is_lacking_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"lacks gemma2\.attention.layer_norm_rms_epsilon in its metadata"):
+        config("gemma2", {"attention.layer_norm_rms_epsilon": None})
+
+
+def test_what_moetool_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config("llama", {"vocab_size": 320, "attention.value_length": 16})
+        assert not caplog.records
+        config("llama", {"attention.magic": 3})
+    (record,) = caplog.records
+    assert record.getMessage() == "x.gguf says more of its model than moetool reads: attention.magic."
+
+
+def test_families_of_one_architecture_are_told_apart_by_their_metadata() -> None:
+    experts = {"expert_count": 8}
+    assert family_in_file("granitemoe", experts).model_type == "granitemoe"
+    shared = {**experts, "expert_shared_feed_forward_length": 48}
+    assert family_in_file("granitemoe", shared).model_type == "granitemoeshared"
+    assert family_in_file("olmo2", {}).model_type == "olmo2"
+    assert family_in_file("olmo2", {"attention.sliding_window": 8}).model_type == "olmo3"
+    assert family_in_file("llama", {}).model_type == "llama"
+    assert family_in_file("llama", experts).model_type == "mixtral"
+    with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'deepseek2' with experts\. moetool reads afmoe, "):
+        family_in_file("deepseek2", experts)
