@@ -34,8 +34,9 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     """
     given, made = result.input, result.output
     text = getattr(options, "calibration", None)
-    if text is not None and any(spec.is_self for spec in parse_data(text)):
-        text = None  # what the model wrote itself is gone
+    specs = () if text is None else parse_data(text)
+    # What the model wrote itself is gone, and only calibration weighs texts.
+    text = None if any(spec.is_self for spec in specs) else ",".join(spec.written for spec in specs) or None
     size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
         return after_gguf(Path(made)) or line("verify", made)
@@ -54,7 +55,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         windows = ("--sequence-length", str(typed)) if (typed := _typed_length(options)) else ()
         original = getattr(options, "to", given)  # repair's
         seen = line("eval", made, "--data", text, *windows, "--against", original)
-        return f"{seen}    # what it was calibrated on: it loses more on other text"
+        return f"{seen}    # text of its calibration: it may lose more on other text"
     if command == "compress":
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
         return f"{seen}    # what it lost, by kind of text; on other text it may lose more"

@@ -71,7 +71,8 @@ def preset_options(preset: str | None, command: str, method: str | None = None) 
     if variant and variant not in variants:
         there = f"there are {', '.join(variants) or 'none'}.{did_you_mean(variant, variants)}"
         raise InvalidInputError(f"{file} has no variant '{variant}'; {there}")
-    return {**content["options"], **(variants[variant] if variant else {})}
+    chosen = {**content["options"], **(variants[variant] if variant else {})}
+    return {name.replace("-", "_"): value for name, value in chosen.items()}
 
 
 def _is_options(value: object) -> TypeGuard[dict[str, Any]]:

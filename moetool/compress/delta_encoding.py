@@ -104,8 +104,9 @@ def refuse_compressed(source: Source) -> None:
     """Raise `UsageError` for a model whose experts a method has stored already."""
     if source.experts.layouts:
         raise UsageError(
-            f"{source.checkpoint.source} is already a moetool checkpoint. Compress the model that it was made of, or "
-            f"write its experts back first: moetool export {source.checkpoint.source} NEW --format dense-experts."
+            f"{source.checkpoint.source} has experts in moetool's format already. Write them back first: moetool "
+            f"export {source.checkpoint.source} NEW --format dense-experts. If it was compressed and not trained "
+            "since, compress its original instead, which loses less."
         )
 
 

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from moetool.checkpoint.files import storage_errors
 from moetool.errors import UsageError
+from moetool.format.gguf.words import MODEL
 from moetool.job.checks import output_directory
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
@@ -106,12 +107,15 @@ def _facts(report: Report) -> str:
 
 
 def page_file(model: str, output: Path | None) -> Path:
-    """Path of the page: `output`, or by default a file in this directory under the model's name.
+    """Path of the page: `output`, or by default a file in this directory under the model's name; under that of its
+    folder for a file with the name that `export` gives to all.
 
     Raises:
         UsageError: no page can be written there.
     """
-    file = Path(f"{Path(model).absolute().name}.html") if output is None else output_directory(output)
+    path = Path(model).absolute()
+    name = path.parent.name if path.name == MODEL else path.name
+    file = Path(f"{name}.html") if output is None else output_directory(output)
     if file.suffix not in (".html", ".htm"):
         raise UsageError(f"{file}: a report's name ends in .html.")
     if file.is_dir() or not file.absolute().parent.is_dir():

@@ -11,6 +11,7 @@ from torch import nn
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError, UsageError
+from moetool.format.kinds import kinds
 from moetool.kernels.products import problem
 from moetool.runtime.loading import run_experts_of_any_width
 from moetool.runtime.memory import free_bytes, returning_memory
@@ -32,7 +33,8 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
     beside them; returns the model.
 
     Faster to run where deltas are quantized or sparse, at the original model's size in memory. What it saves from then
-    on is an ordinary checkpoint. Dynamic pruning of bases is left out: it has no dense form.
+    on is an ordinary checkpoint, or one of moetool's custom modules if it has some (adapters, masks, neurons as
+    experts): these stay as they are. Dynamic pruning of bases is left out: it has no dense form.
 
     Raises:
         UsageError: some of the experts are offloaded.
@@ -53,7 +55,7 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
     dense_modules(model)
     run_experts_of_any_width(model)
     entry: Any = getattr(model.config, "quantization_config", None)
-    if getattr(entry, "mixture", None) is not None:
+    if any(getattr(entry, key, None) is not None for key in kinds()):
         entry.layers = {}
     elif entry is not None:
         del model.config.quantization_config

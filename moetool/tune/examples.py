@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.calibration.data import DataSpec, iter_text, parse_data, records
 from moetool.calibration.opening import Bos, opening_of
 from moetool.calibration.windows import token_stream
-from moetool.checkpoint.source import first_line
+from moetool.checkpoint.source import first_line, is_here
 from moetool.errors import InvalidInputError
 from moetool.tune.chat import Conversations, Spoken, shortened, tokens_of, without_nones
 
@@ -103,6 +103,14 @@ def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, 
         )
     found.ends_added = talks.adds_end
     return found
+
+
+def check_first(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, bos: Bos = "auto") -> None:
+    """Read the first record of every source of DATA that is here, as `load_examples` reads all. Raises as that does."""
+    talks, opening = Conversations(tokenizer), opening_of(tokenizer, bos)
+    for spec in parse_data(data):
+        if is_here(spec.source):
+            next(_examples(spec, tokenizer, length, talks, opening), None)
 
 
 def _examples(

@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.comparable import check_comparable
-from moetool.calibration.data import data_files
+from moetool.calibration.data import check_data, data_files
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
@@ -89,6 +89,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def plan(self) -> Plan:
         check_options(self.options)
         self._check_teacher()
+        self._check_data()
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
@@ -141,6 +142,15 @@ class Tune(Stage[TuneOptions, AnySource]):
         teacher = self._teacher
         if teacher is not None and not teacher.is_imagined and not self.source.checkpoint.is_imagined:
             check_comparable(teacher, self.source.checkpoint, self._tokenizer)
+
+    def _check_data(self) -> None:
+        """Raise `InvalidInputError` for a text whose first record cannot be learnt from."""
+        from moetool.tune.examples import check_first
+
+        for text in self.texts():
+            check_data(text)
+            if not self.source.checkpoint.is_imagined:
+                check_first(text, self._tokenizer, self.options.sequence_length, self.options.bos)
 
     def inputs(self) -> Mapping[str, Checkpoint]:
         return {**super().inputs(), **({} if self._teacher is None else {"teacher": self._teacher})}

@@ -24,7 +24,7 @@ from moetool.job.options import CalibrationOptions, RunOptions
 from moetool.job.result import Details, Result, Sizes
 
 RunCli = Callable[..., Any]
-_SEEN = "what it was calibrated on: it loses more on other text"
+_SEEN = "text of its calibration: it may lose more on other text"
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -238,6 +238,13 @@ def test_what_comes_next(
         monkeypatch.setattr("moetool.runtime.memory.free_bytes", lambda: 100)
         large = replace(result, sizes=Sizes(bytes_before=30, bytes_after=20))
         assert after_stage(command, large, options) == "moetool report 'a model'"
+
+
+def test_weights_of_texts_are_for_calibration_alone() -> None:
+    options = CalibrationOptions(calibration="a.jsonl:::said@3,b.txt@2")
+    result = Result(stage="hybrid", input="in", output="out", seconds=1.0, peak_memory_bytes=1, details=Details())
+    said = after_stage("compress", result, options).partition("    #")[0]
+    assert shlex.split(said)[-4:] == ["--data", "a.jsonl:::said,b.txt", "--against", "in"]
 
 
 def test_after_a_dry_run_comes_the_run(run_cli: RunCli, tiny_mixtral: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 from checkpoints import contents, weights
 from dense_families import build_dense
 
-from moetool.cli.presets import files
+from moetool.cli.presets import files, preset_options
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,14 @@ def test_a_variant_overrides_its_preset(made, preset, calibration, compress, tin
     assert made("--preset", f"{preset}:gentle") == contents(compress(tiny_mixtral_bf16, "--ratio", 0.2).path)
     typed = made("--ratio", 0.35, *calibration, "--prune-base", 0.25, "--shard-size", "40kB")
     assert made("--preset", f"{preset}:pruned") == typed
+
+
+def test_names_are_spelled_as_options_or_as_fields(preset, tmp_path):
+    content = yaml.safe_load(preset.read_text())
+    typed = tmp_path / "typed.yaml"
+    options = {name.replace("_", "-"): value for name, value in content["options"].items()}
+    typed.write_text(yaml.safe_dump({**content, "options": options}))
+    assert preset_options(str(typed), "compress", "d2moe") == preset_options(str(preset), "compress", "d2moe")
 
 
 def test_the_command_line_overrides_both(made, preset, compress, tiny_mixtral_bf16):

@@ -195,7 +195,7 @@ def test_what_cannot_be(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, option
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        (("compress", *METHOD, "--bits", 4), 2, "already a moetool checkpoint"),
+        (("compress", *METHOD, "--bits", 4), 2, "has experts in moetool's format already"),
         (("decompose",), 2, "without a base: start from its source"),
         (("prune-base", "--ratio", 0.2), 3, "stored without a base"),
         (("quantize-delta", "--bits", 4), 3, "already stored as"),

@@ -247,7 +247,7 @@ def test_stages_are_repeatable(run_cli, base, decomposed, calibration, tiny_mixt
             "decomposed",
             ("--method", "d2moe", "--ratio", 0.3),
             2,
-            ["already a moetool checkpoint", "svd-compress"],
+            ["in moetool's format already", "--format dense-experts"],
         ),
         ("svd-compress", "base", ("--ratio", 0.3), 3, ["config.json"]),
         ("fisher-merge", "small", (), 2, ["is compressed already"]),

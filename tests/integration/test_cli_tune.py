@@ -189,6 +189,9 @@ def test_packing_changes_no_token(tuned: Any, moe: Path, data: Path) -> None:
     [
         (("--data", "./nope.jsonl"), 3, ["nope.jsonl"]),
         (("--data", "QUESTIONS"), 3, ["none of text", "messages", "question"]),
+        (("--data", "NULLS", "--dry-run"), 3, ["record 1 cannot be used", "text (null)"]),
+        (("--data", "PAIRS", "--eval-data", "NULLS", "--dry-run"), 3, ["record 1 cannot be used"]),
+        (("--data", "TALKS", "--dry-run"), 3, ["record 1 cannot be used", "no chat template"]),
         (("--data", "PAIRS", "--freeze-shared"), 2, ["no deltas to a base"]),
         (("--data", "PAIRS", "--freeze-shared", "--train", "all"), 2, ["--freeze-shared", "--train all"]),
         (("--data", "PAIRS", "--sequence-length", 4096), 2, ["4096", "128"]),
@@ -210,7 +213,10 @@ def test_bad_input(
 ) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "?", "answer": "!"}\n')
-    named = {"PAIRS": data, "QUESTIONS": questions}
+    nulls, talks = tmp_path / "nulls.jsonl", tmp_path / "talks.jsonl"
+    nulls.write_text('{"text": null}\n')
+    talks.write_text('{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}\n')
+    named = {"PAIRS": data, "QUESTIONS": questions, "NULLS": nulls, "TALKS": talks}
     result = run_cli("tune", moe, tmp_path / "out", *(named.get(option, option) for option in options))
     assert result.code == code, result.stderr
     assert all(word in result.stderr for word in words), result.stderr

@@ -55,6 +55,15 @@ def logits(model: Any) -> Tensor:
     return model(input_ids=TOKENS).logits
 
 
+@several_kinds
+def test_made_dense_it_is_saved_as_what_it_is(kind: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """As an ordinary checkpoint, or with the custom modules that it has."""
+    model = moetool.synthesize(load(saved(kind)))
+    with quiet():
+        model.save_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(load(tmp_path / "dense")), logits(model))
+
+
 def places(model: Any) -> dict[str, str]:
     """A device map that has the decoder layers on disk."""
     found = {}

@@ -71,7 +71,7 @@ def build(
     if isinstance(result, Evaluation) and result.protocol == "perplexity":
         next_step.tell(next_step.line("generate", model[0], next_step.PROMPT))
     else:
-        next_step.tell(next_step.line("report", model[-1]))
+        next_step.tell(next_step.line("report", model[0]))
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

@@ -20,7 +20,9 @@ def build(
     model: Annotated[str, typer.Argument(help="A checkpoint of any kind.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Argument(help="FILE.html to write [default: the model's name, here].", show_default=False),
+        typer.Argument(
+            help="FILE.html to write, replaced if it exists [default: the model's name, here].", show_default=False
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers behind it as one JSON object.")] = False,
     log_json: LogJson = None,
@@ -32,6 +34,8 @@ def build(
     with watched(log_json, "report", [model], options.model_dump(mode="json")) as (display, ended):
         if not pictures.is_there():
             display.log("matplotlib is not installed: the report will have no charts (pip install matplotlib).")
+        if file.exists():
+            display.log(f"{file} is there already: it is replaced.")
         result = gather(model, file, options, display)
         write_page(result, file, display)
         ended(result)

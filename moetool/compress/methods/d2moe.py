@@ -16,6 +16,7 @@ from moetool.bases.pruning import plan_pruning
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
+from moetool.compress.delta_encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
 from moetool.compress.factors.writing import (
     FactoredLayers,
@@ -28,7 +29,6 @@ from moetool.compress.factors.writing import (
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
-from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.job.options import CalibrationOptions, IncludeOptions, RunOptions
@@ -101,11 +101,7 @@ class D2MoE(Stage[D2MoEOptions]):
     def plan(self) -> Plan:
         source, options = self.source, self.options
         reader = source.experts
-        if reader.layouts:
-            raise UsageError(
-                f"{source.checkpoint.source} is already a moetool checkpoint. compress starts from an ordinary one; "
-                "svd-compress and prune-base go on from what is there."
-            )
+        refuse_compressed(source)
         pruning = plan_pruning(reader.shape.intermediate, options.prune_base, options.pruning)
         bases: dict[Role, Representation] | None = None
         if self._factored_base:

@@ -54,6 +54,7 @@ class CustomModule(BaseModel, ABC):
         what: what a model with it is, as error messages say it.
         made: what happened to such a model.
         title: what `inspect` calls it.
+        commands: those of moetool that take it, in words.
         closed: ends of the names of tensors that are gone once the model is trained.
         whole: what of it can only be trained in one piece, in words.
         experts: per layer, or linear layer.
@@ -66,6 +67,7 @@ class CustomModule(BaseModel, ABC):
     what: ClassVar[str]
     made: ClassVar[str]
     title: ClassVar[str]
+    commands: ClassVar[str] = "tune, eval, bench, generate, inspect, verify and report"
     closed: ClassVar[tuple[str, ...]] = ()
     whole: ClassVar[str | None] = None
 

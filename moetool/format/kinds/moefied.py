@@ -39,6 +39,7 @@ class MoefiedSpec(CustomModule):
     what: ClassVar[str] = "a moefied model, whose experts are the neurons of its own feed-forward networks"
     made: ClassVar[str] = "is moefied already; `eval --keep` and moetool.set_keep change how many experts are used"
     title: ClassVar[str] = "neurons as experts (moefied)"
+    commands: ClassVar[str] = f"repair, {CustomModule.commands}"
 
     keep: Annotated[float, Field(strict=True, gt=0, le=1)]
     selector: SelectorKind
