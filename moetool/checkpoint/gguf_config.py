@@ -45,19 +45,11 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-_VOCABULARY = "tokenizer.ggml."
 _SCALING = "rope.scaling."
 _WINDOWED, _WHOLE, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _LEADING = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 # Said of a model elsewhere, too, or of nothing that transformers computes.
-_UNNEEDED = (
-    "vocab_size",
-    SHARED_WIDTH,
-    *HEAD_WIDTHS[1:],
-    f"{_SCALING}finetuned",
-    f"{_SCALING}yarn_ext_factor",
-    "pooling_type",
-)
+_UNNEEDED = {"vocab_size", SHARED_WIDTH, *HEAD_WIDTHS[1:], f"{_SCALING}finetuned", f"{_SCALING}yarn_ext_factor"}
 _TOKENS = ("bos", "eos", "pad")
 _TOLERANCE = 1e-4  # of factors by pair of channels, relative
 
@@ -138,7 +130,7 @@ class GgufConfig:
         }
         found |= {known.attribute_map.get(key, key): value for key, value in said.items() if hasattr(known, key)}
         found |= {key: value(found) for key, value in family.implied.items()}
-        if others := sorted(self.entries.keys() - self._asked - {*_UNNEEDED}):
+        if others := sorted(self.entries.keys() - self._asked - _UNNEEDED):
             _LOGGER.warning("%s says more of its model than moetool reads: %s.", self.file, ", ".join(others))
         return found
 
@@ -158,7 +150,7 @@ class GgufConfig:
 
     def _numbers(self) -> dict[str, object]:
         """Entries that metadata have as they are, or in other words."""
-        family, found = self.family, dict[str, object]()
+        family, found = self.family, dict[str, Any]()
         for key, own in {**COUNTS, **family.counts}.items():
             if key == "vocab_size" or own in family.derived:
                 continue
@@ -184,7 +176,7 @@ class GgufConfig:
             found[key] = word
         for own, (one, other) in family.products.items():
             product = int(self._number(own))
-            found[one] = product // int(str(found[other])) if other in found else product
+            found[one] = product // found[other] if other in found else product
         return found
 
     def _shared_count(self) -> int | None:
@@ -271,31 +263,28 @@ class GgufConfig:
             raise self._unread(f"windows in other layers than {WINDOW_PATTERN} has place for")
         return list(map(bool, said))
 
-    def _rope(self) -> dict[str, object]:
+    def _rope(self) -> dict[str, Any]:
         """The parameters of rotary embeddings, of layers that attend to all of a text."""
         kind = self._entry(f"{_SCALING}type")
-        rope: dict[str, object] = {"rope_type": "default", "rope_theta": _decimal(self._entry(ROPE_BASE) or 10000.0)}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _decimal(self._entry(ROPE_BASE) or 10000.0)}
         turned = self._entry(HEAD_WIDTHS[2])
         if self.family.is_partial and turned is not None:
             rope["partial_rotary_factor"] = int(turned) / self._head_width
         if self.family.axes and (axes := self._entry("rope.dimension_sections")):
             rope["mrope_section"] = [pairs for pairs in axes if pairs]
         if ROPE_FACTORS in self.shapes:
-            return {**rope, **self._slowed(float(str(rope["rope_theta"])))}
+            return {**rope, **self._slowed(rope["rope_theta"])}
         if LONG_ROPE_FACTORS["long_factor"] in self.shapes:
             rope |= {key: list(map(_decimal, self.read(own).tolist())) for key, own in LONG_ROPE_FACTORS.items()}
             rope["original_max_position_embeddings"] = int(self._number(f"{_SCALING}original_context_length"))
-            return {
-                **rope,
-                "rope_type": "longrope",
-                "attention_factor": _decimal(self._number(f"{_SCALING}attn_factor")),
-            }
+            strength = _decimal(self._number(f"{_SCALING}attn_factor"))
+            return {**rope, "rope_type": "longrope", "attention_factor": strength}
         if kind in (None, "none"):
             return rope
         if kind not in ("linear", "yarn"):
             raise self._unread(f"rotary embeddings of a kind ({kind})")
         rope |= {"rope_type": kind, "factor": _decimal(self._number(f"{_SCALING}factor"))}
-        return rope if kind == "linear" else {**rope, **self._yarn(float(str(rope["factor"])))}
+        return rope if kind == "linear" else {**rope, **self._yarn(rope["factor"])}
 
     def _yarn(self, factor: float) -> dict[str, object]:
         """Further parameters of YaRN; llama.cpp multiplies embeddings by attn_factor · (1 + ln(factor) / 10)."""
