@@ -30,8 +30,9 @@ def in_order(command: str, known: Iterable[str]) -> list[str]:
 
 
 def typed_choice(command: str, arguments: Sequence[str]) -> str | None:
-    """Value of the option that chooses a stage (`--method`, `--format`); `None` if it was not typed."""
-    return _value(arguments, f"--{CHOICES[command][0]}")
+    """Value of the option that chooses a stage (`--method`, `--format`), in lower case; `None` if it was not typed."""
+    typed = _value(arguments, f"--{CHOICES[command][0]}")
+    return None if typed is None else typed.lower()
 
 
 def chosen(command: str, arguments: Sequence[str], known: Collection[str]) -> str:

@@ -135,7 +135,7 @@ def test_types_are_chosen_for_a_size(run_cli: Any, wide: Path, one_type: Path, s
 
 def test_a_mixture_of_llama_quantize_is_its_bits_per_weight(run_cli: Any, wide: Path, tmp_path: Path) -> None:
     """In whatever case its name is typed."""
-    words = ("export", wide, tmp_path / "out", "--format", "gguf", "--dry-run", "--json")
+    words = ("export", wide, tmp_path / "out", "--format", "GGUF", "--dry-run", "--json")
     plans = [run_cli(*words, *typed).json for typed in (("--type", "Q5_K_M"), ("--target-bpw", 5.7))]
     assert plans[0] == plans[1]
     assert run_cli(*words, "--type", "Q5_K").json == run_cli(*words, "--type", "q5_k").json != plans[0]
