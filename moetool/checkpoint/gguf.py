@@ -95,8 +95,8 @@ def _digest(file: Path) -> str:
     another, and so is what another moetool or transformers makes of it."""
     digest = hashlib.sha256(f"{__version__} {version('transformers')} ".encode())
     here = Path(__file__)
-    families = sorted((here.parents[1] / "format" / "gguf").glob("*.py"))
-    for source in (here, here.with_name("gguf_model.py"), *families):
+    families = (here.parents[1] / "format" / "gguf").glob("*.py")
+    for source in sorted((*here.parent.glob("gguf*.py"), *families)):
         digest.update(source.read_bytes())
     with reading(file), file.open("rb") as stream:
         stat = file.stat()

@@ -221,7 +221,7 @@ class GgufConfig:
     def _attention(self) -> dict[str, object]:
         """Entries of biases, windows and rotary embeddings."""
         family, rope, found = self.family, self._rope(), dict[str, object]()
-        if family.biases and family.model_type not in ("qwen2", "qwen2_moe"):
+        if family.biases:
             found["attention_bias"] = layer_in_file(0, "attn_q.bias") in self.shapes
         if family.has_head_norms:
             found["use_qk_norm"] = layer_in_file(0, "attn_q_norm.weight") in self.shapes
@@ -252,7 +252,7 @@ class GgufConfig:
         return {**found, "rope_parameters": rope}
 
     def _pattern(self) -> list[bool]:
-        """Whether each layer attends to a window only."""
+        """Tell of every layer whether its attention sees a sliding window of the text only."""
         said, layers = self._entry(WINDOW_PATTERN), self.layers
         if isinstance(said, int) and not isinstance(said, bool):  # of so many layers the last attends to all
             return [(layer + 1) % said != 0 for layer in range(layers)]

@@ -45,7 +45,7 @@ def decay(_: Config, logarithm: Tensor) -> Tensor:
 
 
 def logarithm(_: Config, decay: Tensor) -> Tensor:
-    """Undo `decay`."""
+    """The logarithm of a state's decay rates (`A_log`), from the negative rates that a file has."""
     return (-decay).log()
 
 
@@ -78,7 +78,7 @@ def _taken_apart(config: Config, joined: Tensor) -> list[Tensor]:
 
 
 def _put_together(config: Config, parts: Sequence[Tensor]) -> Tensor:
-    """Undo `_taken_apart`."""
+    """Rows of queries, keys, values and gates in one matrix, head by head, as a checkpoint has them."""
     keys, each, wide, own = _heads(config)
     rows, gates = parts
     all_of = rows.split([keys * wide, keys * wide, keys * each * own])
