@@ -15,6 +15,7 @@ from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers
+from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.experts import Weights
 from moetool.numerics.gram import Gram
 from moetool.numerics.precision import bf16_products, has_fast_bf16
@@ -243,10 +244,12 @@ class GramCollector(GramsInSets):
         owned: Owned | None = None,
         before: int = 0,
         at_once: int | None = None,
+        *,
+        slopes: SlopeSamples | None = None,
     ) -> None:
         """`down_delta(expert)` gives Δ of the down matrix in fp32, of those at work; `tokens` is how many will be
         routed in all, by all processes, `before` of them by those before this one."""
-        super().__init__(shape, device, owned, at_once)
+        super().__init__(shape, device, owned, at_once, slopes=slopes)
         self._device = device
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
@@ -262,10 +265,11 @@ class GramCollector(GramsInSets):
         self._sample: list[tuple[int, Tensor]] = []
 
     def at(self, position: int) -> None:
+        super().at(position)
         self._next = self._before + position
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
-        self.inputs.add(expert, inputs)
+        super().observe(expert, windows, inputs, work)
         if not self.wide_down:
             self.down.add(expert, work.activation)
         elif self.down.holds(expert):
@@ -301,14 +305,14 @@ class GramCollector(GramsInSets):
         self._next += len(activation)
 
     def hold(self, experts: range) -> None:
-        self.inputs.hold(experts)
+        super().hold(experts)
         self.down.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
         self.seen()
+        super().reduce(peers)
         if peers.size == 1:
             return
-        self.inputs.reduce(partial(self._owned.owner, "up"), peers)
         self.down.reduce(partial(self._owned.owner, "down"), peers, sums=not self.wide_down)
         for sums in (self.energy, *self.magnitude.values()):
             peers.all_reduce(sums)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
-from moetool.calibration.held_experts import working_sets
+from moetool.calibration.held_experts import ExpertRun, working_sets
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
+from moetool.calibration.slopes import SlopeSamples
 from moetool.numerics.gram import Gram
 
 
@@ -93,6 +94,7 @@ class GramsInSets(Collector):
 
     Attributes:
         inputs: of what gate and up are given.
+        slopes: of the activations of each expert on a sample of its tokens, where they were asked for.
         is_first: whether everything is seen for the first time, and not some experts again.
     """
 
@@ -103,11 +105,15 @@ class GramsInSets(Collector):
         owned: Owned | None,
         at_once: int | None,
         dtype: torch.dtype = torch.float64,
+        slopes: SlopeSamples | None = None,
     ) -> None:
         """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it,
         and added up in `dtype`."""
         self.experts, self.is_first = shape.experts, True
         self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once, dtype)
+        self.slopes = slopes
+        if slopes is not None and (at_once is None or at_once >= shape.experts):
+            slopes.hold(range(shape.experts))
         self._owned = owned or Owned(shape, Peers())
         self._sets = working_sets(shape.experts, at_once or shape.experts)
 
@@ -118,9 +124,27 @@ class GramsInSets(Collector):
         """Number of tokens routed to each expert so far, `[experts]` int64."""
         return self.inputs.counts.clone()
 
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        self.inputs.add(expert, inputs.detach())
+        if self.slopes is not None:
+            self.slopes.observe(expert, work)
+
+    def at(self, position: int) -> None:
+        if self.slopes is not None:
+            self.slopes.at(position)
+
     def hold(self, experts: range) -> None:
-        """Hook that starts gathering the Gram matrices of these experts, to be filled by the next pass over the
-        text."""
+        """Start gathering what is known of each of these experts, to be filled by the next pass over the text."""
+        self.inputs.hold(experts)
+        if self.slopes is not None:
+            self.slopes.hold(experts)
+
+    def reduce(self, peers: Peers) -> None:
+        if peers.size == 1:
+            return
+        self.inputs.reduce(partial(self._owned.owner, "up"), peers)
+        if self.slopes is not None:
+            self.slopes.reduce(partial(self._owned.owner, "up"), peers)
 
     def seen(self) -> None:
         """Hook that finishes the Gram matrices of the experts being gathered, once all tokens have been observed."""

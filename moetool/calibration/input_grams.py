@@ -30,8 +30,6 @@ class InputGramCollector(GramsInSets):
     Where the experts are wide, one matrix stands for down in all of them, scaled by how much energy each channel
     carries in each expert.
 
-    Attributes:
-        slopes: of the activations of each expert on a sample of its tokens, where they were asked for.
     """
 
     def __init__(
@@ -43,10 +41,7 @@ class InputGramCollector(GramsInSets):
         *,
         slopes: SlopeSamples | None = None,
     ) -> None:
-        super().__init__(shape, device, owned, at_once, GRAM_DTYPE)
-        self.slopes = slopes
-        if self.slopes is not None and (at_once is None or at_once >= shape.experts):
-            self.slopes.hold(range(shape.experts))
+        super().__init__(shape, device, owned, at_once, GRAM_DTYPE, slopes)
         width, self.each_down = shape.intermediate, keeps_each_down(shape)
         self._down = ExpertGrams(shape.experts, width, device, at_once, GRAM_DTYPE) if self.each_down else None
         self._whole_down = None if self.each_down else Gram(width, device, GRAM_DTYPE)
@@ -55,12 +50,10 @@ class InputGramCollector(GramsInSets):
         self._mean: dict[str, Tensor] = {}
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        super().observe(expert, windows, inputs, work)
         inputs, activation = inputs.detach(), work.activation.detach()
-        self.inputs.add(expert, inputs)
         if self._down is not None:
             self._down.add(expert, activation)
-        if self.slopes is not None:
-            self.slopes.observe(expert, work)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
@@ -70,29 +63,21 @@ class InputGramCollector(GramsInSets):
         elif self._whole_down is not None:
             self._whole_down.add(activation)
 
-    def at(self, position: int) -> None:
-        if self.slopes is not None:
-            self.slopes.at(position)
-
     def hold(self, experts: range) -> None:
-        for grams in (self.inputs, self._down):
-            if grams is not None:
-                grams.hold(experts)
-        if self.slopes is not None:
-            self.slopes.hold(experts)
+        super().hold(experts)
+        if self._down is not None:
+            self._down.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
+        super().reduce(peers)
         if peers.size == 1:
             return
         for sums in (self._energy, self._channels):
             peers.all_reduce(sums)
-        self.inputs.reduce(partial(self._owned.owner, "up"), peers)
         if self._down is not None:
             self._down.reduce(partial(self._owned.owner, "down"), peers)
         if self._whole_down is not None:
             peers.all_reduce(self._whole_down.matrix())
-        if self.slopes is not None:
-            self.slopes.reduce(partial(self._owned.owner, "up"), peers)
 
     def energy(self) -> Tensor:
         """`[3, experts]` fp64: Σ over an expert's tokens of the squared norm of each role's input."""

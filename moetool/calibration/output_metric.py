@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
-from moetool.calibration.input_grams import InputGramCollector
+from moetool.calibration.expert_grams import GramsInSets
 from moetool.calibration.output_gradients import load_moment, metric_path, root
 from moetool.checkpoint.experts import Weights
 from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
@@ -33,23 +33,26 @@ _FLOOR = 0.03  # of the mean moment: a neuron that was silent on the text may sp
 class LayerMetric:
     """How errors in the matrices of a layer's experts count together, expert by expert."""
 
-    def __init__(self, moment: Tensor, grams: InputGramCollector, shape: MoEShape, weights: Weights) -> None:
+    def __init__(self, moment: Tensor, grams: GramsInSets, shape: MoEShape, weights: Weights) -> None:
         """Take the `moment` [hidden, hidden] fp32 of the gradients at the layer's output, the slopes that `grams`
         holds, and the down matrices among the `weights` of the layer's experts."""
         self._down, self._grams, self._shape, self._weights = OutputMetric(moment), grams, shape, weights
         self._root = root(moment).to(moment)
+        self._last: tuple[int, ExpertMetric] | None = None
 
     @classmethod
     def of_layer(
-        cls, work: Path, layer: int, device: torch.device, grams: InputGramCollector, shape: MoEShape, weights: Weights
+        cls, work: Path, layer: int, device: torch.device, grams: GramsInSets, shape: MoEShape, weights: Weights
     ) -> Self:
         """Take the moment that was written for a layer to the directory `work`, and the rest as it is."""
         return cls(load_moment(metric_path(work, layer), device), grams, shape, weights)
 
     def of(self, expert: int) -> "ExpertMetric":
         """Return how errors in one expert's matrices count together; an expert that no token reached has the metric of
-        down alone."""
-        return ExpertMetric(self._down, partial(self._neurons, expert))
+        down alone. The last one is kept, for one matrix after the other."""
+        if self._last is None or self._last[0] != expert:
+            self._last = expert, ExpertMetric(self._down, partial(self._neurons, expert))
+        return self._last[1]
 
     def _neurons(self, expert: int) -> "NeuronMetric | None":
         slopes = None if self._grams.slopes is None else self._grams.slopes.of(expert)
@@ -76,6 +79,12 @@ class ExpertMetric:
         if role == "down":
             return self._down
         return None if self._entering is None else self._entering.rows(role)
+
+    def alone(self, role: Role) -> RowMetric | None:
+        """The metric of the rows of a role, for whose errors no other role makes good."""
+        if role == "down":
+            return self._down
+        return None if self._entering is None else _OfRole(self._entering, role, None)
 
     def target(self, role: Role, matrix: Tensor, errors: Mapping[Role, Tensor]) -> Tensor:
         """What the `matrix` [out, in] of a role should come near to, so that it makes good for the `errors` [out, in]
@@ -104,7 +113,7 @@ class NeuronMetric:
 
     def rows(self, role: Role) -> RowMetric:
         """The metric of the rows of one role, of which the roles after it make good for what they can."""
-        return _OfRole(self, role)
+        return _OfRole(self, role, self.after(role))
 
     def between(self, one: Role, other: Role, neurons: Tensor) -> Tensor:
         """The part of H for two roles of some neurons, damped: [neurons, neurons] fp32."""
@@ -137,17 +146,18 @@ class NeuronMetric:
 
 
 class _OfRole:
-    """A `RowMetric` of the rows of one role, gate or up, of an expert."""
+    """A `RowMetric` of the rows of one role, gate or up, of an expert; the role `after` it makes good for what it
+    can."""
 
-    def __init__(self, metric: NeuronMetric, role: Role) -> None:
-        self._metric, self._role = metric, role
+    def __init__(self, metric: NeuronMetric, role: Role, after: Role | None) -> None:
+        self._metric, self._role, self._after = metric, role, after
 
     def among(self, rows: Tensor) -> Tensor:
-        own, after = self._metric.between(self._role, self._role, rows), self._metric.after(self._role)
-        if after is None:
+        own = self._metric.between(self._role, self._role, rows)
+        if self._after is None:
             return own
-        factor = self._metric.making_good(after, rows)
-        linked = torch.linalg.solve_triangular(factor, self._metric.between(after, self._role, rows), upper=False)
+        factor = self._metric.making_good(self._after, rows)
+        linked = torch.linalg.solve_triangular(factor, self._metric.between(self._after, self._role, rows), upper=False)
         return own - linked.T @ linked
 
 

@@ -44,14 +44,16 @@ class Measuring:
         return cls(common)
 
     @classmethod
-    def factors(cls, shape: MoEShape, *, jointly: bool = False) -> "Measuring":
+    def factors(cls, shape: MoEShape, *, jointly: bool = False, linked: bool = False) -> "Measuring":
         """The measurement of Gram matrices for low-rank deltas, with the factorization of these one after the other or
-        `jointly`."""
+        `jointly`, in norms of outputs that count together if they are `linked`."""
         small, large = sorted((shape.hidden, shape.intermediate))
         grams = _FP64 * (shape.hidden**2 + small**2)  # for one expert, or the mean
         sample = _FP64 * small * shape.intermediate
         together = 3 * 4 * small * large if jointly else 0  # all deltas of a role: as they are, scaled, and in one
-        return cls(grams + sample + 4 * shape.expert_parameters, grams + together, _FP64 * small * 6 * large)
+        each, work = (_slopes(shape), _linked_rows(shape)) if linked else (0, 0)
+        work += _FP64 * small * 6 * large
+        return cls(grams + sample + 4 * shape.expert_parameters, grams + together + each, work)
 
     def refined(self, shape: MoEShape, share: float, tokens: int) -> "Measuring":
         """The measurement followed by a refinement that moves a base and deltas with a `share` of the experts' numbers
@@ -73,10 +75,8 @@ class Measuring:
             work = max(work, 60 * shape.expert_parameters + tokens + 3 * _FP64 * shape.hidden**2)
         grams = GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
         if in_turn:
-            grams += 4 * MOST_SLOPES * len(shape.entering) * shape.intermediate
-            work += 4 * (
-                3 * LINKED_ROWS * min(LINKED_ROWS, max(shape.hidden, shape.intermediate)) + shape.expert_parameters
-            )
+            grams += _slopes(shape)
+            work += _linked_rows(shape)
         return cls(means, grams, work + 4 * shape.expert_parameters)
 
     @classmethod
@@ -86,6 +86,17 @@ class Measuring:
         widths = [{columns for _, columns in matrices} for matrices in layers]
         grams = max((sum(GRAM_DTYPE.itemsize * width**2 for width in own) for own in widths), default=0)
         return cls(grams, work=4 * 5 * max((max(own, default=0) ** 2 for own in widths), default=0))
+
+
+def _slopes(shape: MoEShape) -> int:
+    """Bytes of the sample of one expert's slopes."""
+    return 4 * MOST_SLOPES * len(shape.entering) * shape.intermediate
+
+
+def _linked_rows(shape: MoEShape) -> int:
+    """Bytes that it takes to have errors in the rows of one expert's matrices count together."""
+    rows = min(LINKED_ROWS, max(shape.hidden, shape.intermediate))
+    return 4 * (3 * LINKED_ROWS * rows + shape.expert_parameters)
 
 
 @dataclass(frozen=True)

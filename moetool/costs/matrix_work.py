@@ -3,7 +3,9 @@
 from collections.abc import Collection
 
 from moetool.architectures import MoEShape
+from moetool.calibration.slopes import MOST_SLOPES
 from moetool.costs.coefficients import COEFFICIENTS
+from moetool.numerics.row_feedback import LINKED_ROWS
 from moetool.numerics.work import Precision, Work, altogether
 from moetool.representations import Representation
 from moetool.representations.work import DECOMPOSITION_CALLS, handling
@@ -39,6 +41,19 @@ def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False,
     return image + Work(
         products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
     )
+
+
+def linked_outputs(shape: MoEShape) -> Work:
+    """The work of finding how errors at the outputs of an expert's deltas count together, and of bringing the deltas
+    into that norm, once for each."""
+    seen, found = shape.hidden**2 * shape.intermediate, Work()
+    for role in shape.roles:
+        rows, columns = shape.matrix(role)
+        together = min(rows, LINKED_ROWS)
+        counted = 0 if role == "down" else shape.hidden + MOST_SLOPES
+        products = rows * together * (counted + columns)
+        found += Work(products={"float32": products}, cholesky={together: rows / together}, calls=40)
+    return found + Work(products={"float32": seen})
 
 
 def refine(shape: MoEShape, steps: int, tokens: int) -> Work:

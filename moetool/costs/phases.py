@@ -24,7 +24,7 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.matrix_work import factorize, prepared_feedback, spectrum, tried
+from moetool.costs.matrix_work import factorize, linked_outputs, prepared_feedback, spectrum, tried
 from moetool.format.kinds.base import Counts
 from moetool.format.layout import LayerLayout
 from moetool.numerics.work import Work, altogether
@@ -80,11 +80,17 @@ def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> 
 
 
 def factor_phases(
-    cost: CalibrationCost | None, size: ModelSize, written: int, *, gradients: bool, refined: Work | None = None
+    cost: CalibrationCost | None,
+    size: ModelSize,
+    written: int,
+    *,
+    gradients: bool,
+    linked: bool = False,
+    refined: Work | None = None,
 ) -> Phases:
     """The phases of a job that makes low-rank deltas. Losses by rank are measured on the way back if there are
     gradients, else on the whole text if there is one; factors are then made on the whole text, and `refined` if so
-    asked."""
+    asked. Both in norms of outputs that count together if they are `linked`."""
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
     rank = _rank_for(size, written)
     spectra, factors = Work(), Work()
@@ -94,6 +100,8 @@ def factor_phases(
         spectra += spectrum(matrix, on_outputs=on_outputs, whitened=whitened) * deltas
         found = factorize(matrix, rank(matrix), on_outputs=on_outputs, whitened=whitened)
         factors += (found + cutting(matrix, rank(matrix))) * deltas
+    if linked:
+        spectra, factors = (work + linked_outputs(shape) * deltas for work in (spectra, factors))
     write = writing(size.nbytes, written, size.tensors)
     if cost is None:
         return Phase(FACTORIZE, Work(read=size.nbytes) + spectra), Phase(ENCODE, factors + write)
@@ -102,7 +110,8 @@ def factor_phases(
     if not gradients:
         return Phase(FORWARD, running + spectra + weights_again(size)), last
     few = gradient_cost(cost)
-    return *_back_with(few, size, factor_grams(few, size) + spectra), last
+    moments = output_moments(few, size) if linked else Work()
+    return *_back_with(few, size, factor_grams(few, size) + spectra + moments), last
 
 
 def menu_phases(

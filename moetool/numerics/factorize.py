@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.congruence import inner_products
+from moetool.numerics.output_norm import OutputNorm
 from moetool.numerics.precision import bf16_products, fp32_products_are_exact, has_fast_bf16
 from moetool.numerics.whitened import directions_of, left_directions, right_directions, small_square, spectrum_of
 
@@ -123,22 +124,22 @@ def _checked(delta: Tensor, gram: Tensor | None, output_gram: Tensor | None) -> 
 
 
 def truncate(
-    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
+    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, norm: OutputNorm | None = None
 ) -> tuple[Tensor, Tensor]:
     """The optimal rank-`rank` factors of `delta`, rounded to `dtype`.
 
     U is rounded first and V is the least-squares solution against the rounded U: for any U of full column rank
     V = U^+ delta minimises the whitened error whatever the whitening, so U's rounding error is absorbed except for
-    what leaves its column space. The two are then balanced, direction by direction: what U owes to the row scale or to
-    a long side would otherwise be left to V, beyond the range of fp16 and of what an optimizer's steps suit.
+    what leaves its column space. The two are then balanced, direction by direction: what U owes to the norm or to a
+    long side would otherwise be left to V, beyond the range of fp16 and of what an optimizer's steps suit.
 
     Args:
-        delta: [out, in], the matrix that was factorized, before any scaling.
-        factorization: of this delta, or of `row_scale[:, None] * delta`.
+        delta: [out, in], the matrix that was factorized, before the norm was applied.
+        factorization: of this delta, or of `norm.times(delta)`.
         rank: 0 <= rank <= the number of columns in the basis.
         dtype: of the factors as they will be stored.
-        row_scale: [out], positive, if rows were scaled to say how much each output counts; the factors are those of
-            the unscaled delta, best in the scaled norm.
+        norm: of errors at the outputs, if it is not the plain one; the factors are those of the delta itself, best
+            in this norm.
 
     Returns:
         u [out, rank] and v [rank, in] in `dtype`; delta is approximated by u @ v.
@@ -146,16 +147,19 @@ def truncate(
     Raises:
         ValueError: the rank is out of range.
     """
-    u = leading(delta, factorization, rank, dtype, row_scale=row_scale)
+    u = leading(delta, factorization, rank, dtype, norm=norm)
     u = u.to(dtype).to(u.dtype)
-    delta, scale = delta.detach().float().to(u.dtype), _largest_is_one(u, row_scale)
-    v = refit(delta if row_scale is None else scale * delta, scale * u, coarse=dtype == torch.bfloat16)
+    delta, scaled = delta.detach().float().to(u.dtype), u
+    if norm is not None:
+        relative = norm.relative()
+        delta, scaled = relative.times(delta), relative.times(u)
+    v = refit(delta, scaled, coarse=dtype == torch.bfloat16)
     powers = balancing_powers(u, v)
     return (u * powers).to(dtype), (v / powers[:, None]).to(dtype)
 
 
 def leading(
-    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, row_scale: Tensor | None = None
+    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, norm: OutputNorm | None = None
 ) -> Tensor:
     """Left factor U `[out, rank]` of the optimal factors, before it is rounded to `dtype`, in fp64, or in fp32 where
     that is enough; its columns have root mean squares near 1. Arguments and errors are those of `truncate`."""
@@ -166,15 +170,8 @@ def leading(
     work = torch.float64 if wide else torch.float32
     basis = factorization.basis[:, :rank].to(work)
     if factorization.side == "left":
-        return unit_columns(basis / _largest_is_one(basis, row_scale))
+        return unit_columns(basis if norm is None else norm.relative().undone(basis))
     return unit_columns(delta.detach().float().to(work) @ basis)
-
-
-def _largest_is_one(u: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Row scales for u [out, rank], in its dtype: [out, 1]."""
-    if row_scale is None or not bool(row_scale.any()):
-        return u.new_ones(len(u), 1)
-    return (row_scale / row_scale.amax())[:, None].to(u.dtype)
 
 
 def unit_columns(u: Tensor) -> Tensor:

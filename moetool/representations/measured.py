@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import Factorization, factorize, truncate
+from moetool.numerics.output_norm import OutputNorm
 from moetool.numerics.rotation import Rotation
 from moetool.numerics.row_feedback import RowMetric
 
@@ -20,18 +21,17 @@ class Measured:
         gram: `[in, in]`, sum of x x^T over the inputs. Codes of full matrices then make up for each other's errors, and
             factors are best on these inputs. `None`: every input counts the same.
         importance: `[in]`, how much the squared error of each input counts, if not as the diagonal of `gram` says.
-        row_scale: `[out]`, positive, how much each output counts: its error is multiplied with this before it is
-            squared.
+        norm: of errors at the outputs; `None` for the plain one.
         basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
         feedback: of `gram`, where it was made before.
-        factorization: of `row_scale[:, None] * matrix`, where the leading directions were found before.
+        factorization: of `norm.times(matrix)`, where the leading directions were found before.
         outputs: how errors in the rows of a matrix count together, so that codes make good for those of other rows.
         keeps_size: whether codes shall have outputs of the size they had; refinement finds sizes itself.
     """
 
     gram: Tensor | None = None
     importance: Tensor | None = None
-    row_scale: Tensor | None = None
+    norm: OutputNorm | None = None
     basis: Tensor | None = None
     feedback: Feedback | None = None
     factorization: Factorization | None = None
@@ -69,9 +69,7 @@ def cut(matrix: Tensor, rank: int, dtype: torch.dtype, measured: Measured = NOTH
     Raises:
         ValueError: shapes do not fit, or the matrix has fewer directions.
     """
-    scale = None if measured.row_scale is None else measured.row_scale.to(matrix.device)
-    found = measured.factorization
+    found, norm = measured.factorization, measured.norm
     if found is None:
-        scaled = matrix if scale is None else scale[:, None] * matrix
-        found = factorize(scaled, gram=measured.gram, rank=rank)
-    return truncate(matrix, found, rank, dtype, row_scale=scale)
+        found = factorize(matrix if norm is None else norm.times(matrix), gram=measured.gram, rank=rank)
+    return truncate(matrix, found, rank, dtype, norm=norm)

@@ -207,7 +207,7 @@ class MixedRows(Representation):
         norm."""
         rows = matrix.detach().float()
         sizes = rows.square().sum(1) if measured.feedback is None else measured.feedback.sizes(rows)
-        return sizes if measured.row_scale is None else sizes * measured.row_scale.to(sizes).square()
+        return sizes if measured.norm is None else sizes * measured.norm.counts().to(sizes)
 
     def damage(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
         counts = torch.bincount(

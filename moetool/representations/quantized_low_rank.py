@@ -126,8 +126,10 @@ class QuantizedLowRank(Representation):
         u = self.encode_u(basis, dtype)
         work = torch.float32 if fp32_products_are_exact() else torch.float64
         exact = self.u.decode(u, (self.rank, rows), dtype).T.to(work)
-        scale = 1.0 if measured.row_scale is None else measured.row_scale.to(matrix.device, work)[:, None]
-        v = refit(scale * matrix.detach().to(work), scale * exact)
+        target, counted, norm = matrix.detach().to(work), exact, measured.norm
+        if norm is not None:
+            target, counted = norm.times(target), norm.times(exact)
+        v = refit(target, counted)
         powers = balancing_powers(exact.double(), v)[:, None]
         u["scales"] = (u["scales"].double() * powers).to(dtype)
         v /= powers

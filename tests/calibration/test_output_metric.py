@@ -90,6 +90,22 @@ def test_always_positive_definite(slopes: dict[Role, Tensor], scale: float) -> N
     assert bool(shift.isfinite().all())
 
 
+def test_alone_a_role_counts_as_if_no_other_made_good_for_it(slopes: dict[Role, Tensor]) -> None:
+    metric, every = NeuronMetric(slopes, random(HIDDEN, WIDTH, seed=6)), torch.arange(WIDTH)
+    expert = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), lambda: metric)
+    roles: tuple[Role, ...] = ("gate", "up")
+    for role in roles:
+        alone = expert.alone(role)
+        assert alone is not None
+        torch.testing.assert_close(alone.among(every), metric.between(role, role, every))
+    gate, made_good = expert.alone("gate"), expert.rows("gate")
+    assert gate is not None
+    assert made_good is not None
+    less = gate.among(every) - made_good.among(every)
+    assert float(torch.linalg.eigvalsh(less).min()) > -1e-5 * float(less.diagonal().max())
+    assert expert.alone("down") is expert.rows("down")
+
+
 def test_an_expert_that_no_token_reached_has_the_metric_of_down_alone() -> None:
     metric = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), lambda: None)
     assert metric.rows("up") is None

@@ -101,6 +101,18 @@ def test_gradients_are_of_some_windows_and_grams_of_all() -> None:
     assert [phase.name for phase in plain] == ["Factorize", "Encode and write"]
 
 
+def test_outputs_that_count_together_cost_products_where_spectra_and_factors_are_made() -> None:
+    size = model(4)
+    plain, linked = (
+        factor_phases(text(32, 8), size, size.nbytes // 2, gradients=True, linked=linked) for linked in (False, True)
+    )
+    assert plain[0] == linked[0]
+    for one, other in zip(plain[1:], linked[1:], strict=True):
+        assert other.work.products["float32"] > one.work.products["float32"]
+        assert sum(other.work.cholesky.values()) > sum(one.work.cholesky.values())
+    assert linked[1].work.products["float64"] > plain[1].work.products["float64"]
+
+
 def test_one_eigen_decomposition_per_matrix() -> None:
     size = model(3)
     measure = factor_phases(text(8), size, size.nbytes // 2, gradients=False)[0].work

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moetool.numerics import whitened
 from moetool.numerics.factorize import Factorization, balancing_powers, factorize, spectrum, truncate, whitened_error
+from moetool.numerics.output_norm import ChannelNorm
 from moetool.representations import Measured
 from moetool.representations.quantized_low_rank import QuantizedLowRank
 
@@ -350,7 +351,7 @@ def root_mean_square(matrix: Tensor, dim: int) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("size", [1e-9, 1.0])
-def test_factors_are_of_one_size_whatever_the_row_scale(
+def test_factors_are_of_one_size_whatever_the_norm(
     make_delta: Build, make_gram: Build, rows: int, columns: int, size: float
 ) -> None:
     """Sensitivities are small and far apart; what is stored must fit fp16 and an optimizer's steps all the same."""
@@ -359,7 +360,7 @@ def test_factors_are_of_one_size_whatever_the_row_scale(
     found = factorize(scale[:, None] * delta, gram=gram)
     best = optimum(scale[:, None] * delta, torch.linalg.cholesky(gram))
     for dtype, excess in ((torch.float32, 1e-5), (torch.float16, 1e-2)):
-        u, v = truncate(delta, found, 40, dtype, row_scale=scale)
+        u, v = truncate(delta, found, 40, dtype, norm=ChannelNorm(scale))
         ratio = root_mean_square(u, 0) / root_mean_square(v, 1)
         assert bool(((ratio > 0.49) & (ratio < 2.04)).all())
         lost = error(scale[:, None] * delta, scale[:, None].double() * u.double(), v, torch.linalg.cholesky(gram))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetool.numerics.output_norm import ChannelNorm
 from moetool.representations import (
     NOTHING,
     Measured,
@@ -26,7 +27,7 @@ def matrix(*shape: int, seed: int = 0) -> Tensor:
 
 def measured() -> Measured:
     inputs = matrix(40, SHAPE[1], seed=1).double()
-    return Measured(gram=inputs.T @ inputs, row_scale=matrix(SHAPE[0], seed=2).abs() + 0.1)
+    return Measured(gram=inputs.T @ inputs, norm=ChannelNorm(matrix(SHAPE[0], seed=2).abs() + 0.1))
 
 
 def loaded(form: Representation, encoded: dict[str, Tensor], dtype: torch.dtype) -> Weight:

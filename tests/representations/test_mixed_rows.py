@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.compress.mixing.schemes import row_mixtures
 from moetool.errors import InvalidInputError
+from moetool.numerics.output_norm import ChannelNorm
 from moetool.representations import Measured, parse_representation
 from moetool.representations.mixed_rows import MixedRows, TrellisRows
 from moetool.representations.quantized import Quantized
@@ -24,14 +25,14 @@ def matrix(seed: int = 0) -> Tensor:
 def weighted() -> Measured:
     inputs = torch.randn(100, SHAPE[1], generator=torch.Generator().manual_seed(1)).double()
     scale = torch.linspace(-1.5, 1.5, SHAPE[0])[torch.randperm(SHAPE[0], generator=torch.Generator().manual_seed(2))]
-    return Measured(inputs.T @ inputs, row_scale=scale.exp()).with_feedback()
+    return Measured(inputs.T @ inputs, norm=ChannelNorm(scale.exp())).with_feedback()
 
 
 def lost(form: MixedRows | Quantized, measured: Measured) -> float:
     assert measured.feedback is not None
-    assert measured.row_scale is not None
+    assert measured.norm is not None
     found = form.decode(form.encode(matrix(), torch.bfloat16, measured), SHAPE, torch.bfloat16)
-    return float(measured.feedback.output_errors(matrix() - found) @ measured.row_scale.square())
+    return float(measured.feedback.output_errors(matrix() - found) @ measured.norm.counts())
 
 
 def test_rows_that_count_most_have_most_bits() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moetool.errors import InvalidInputError
 from moetool.numerics.factorize import factorize, truncate, whitened_error
+from moetool.numerics.output_norm import ChannelNorm, LinkedNorm, OutputNorm
 from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.base import Weight
 from moetool.representations.quantized import Quantized, QuantizedMatrix
@@ -227,18 +228,22 @@ def test_factors_are_refitted_to_the_quantized_u() -> None:
     assert refitted > whitened_error(delta, u, v)
 
 
-def test_row_scale_is_respected() -> None:
-    """The refit is the best in the scaled norm: scaling rows changes V unless U spans everything."""
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_norm_of_outputs_is_respected(linked: bool) -> None:
+    """The refit is the best in the norm: it changes V unless U spans everything."""
     delta, basis = matrix((16, 32)), matrix((16, 4), seed=2)
-    row_scale = torch.linspace(0.1, 3, 16, dtype=torch.float64)
+    scale = torch.linspace(0.1, 3, 16, dtype=torch.float64)
+    norm_of: OutputNorm = ChannelNorm(scale)
+    if linked:
+        norm_of = LinkedNorm((torch.diag(scale) + torch.triu(matrix((16, 16), seed=3).double(), 1),))
     representation = QuantizedLowRank(4, 8, 8)
 
-    def error(**options: Tensor) -> float:
-        tensors = representation.encode(delta, torch.float64, Measured(basis=basis, **options))
+    def error(norm: OutputNorm | None) -> float:
+        tensors = representation.encode(delta, torch.float64, Measured(basis=basis, norm=norm))
         decoded = representation.decode(tensors, (16, 32), torch.float64)
-        return float((row_scale[:, None] * (decoded - delta)).square().sum())
+        return float(norm_of.times(decoded - delta).square().sum())
 
-    assert error(row_scale=row_scale) < 0.99 * error()
+    assert error(norm_of) < 0.99 * error(None)
 
 
 def test_a_basis_of_a_lower_rank_is_refused() -> None:

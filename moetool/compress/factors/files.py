@@ -5,6 +5,7 @@ again when the ranks are known.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -18,14 +19,17 @@ from moetool.bases.delta import Deltas, delta
 from moetool.bases.layer_base import LayerBase
 from moetool.calibration.collectors import GramCollector
 from moetool.calibration.observation import Collector
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned, Peers
+from moetool.calibration.slopes import SlopeSamples
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
-from moetool.compress.factors.sensitivity import LayerSensitivity, MatrixSensitivity, Sensitivity
+from moetool.compress.factors.sensitivity import LayerSensitivity, Sensitivity
 from moetool.compress.factors.svd import LayerSvd, SharedFactor, Svd, Whitened
 from moetool.format.layout import LayerLayout, delta_name, shared_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import to_cpu
+from moetool.numerics.output_norm import ChannelNorm, LinkedNorm, OutputNorm
 from moetool.representations import Measured, Representation
 from moetool.representations.low_rank import break_even_rank
 
@@ -117,6 +121,7 @@ def measured_grams(
     owned: Owned,
     *,
     keep: bool,
+    slopes: bool = False,
     others: Sequence[Collector] = (),
 ) -> GramCollector:
     """Run a loaded layer forwards and collect the second moments that its factors need, each delta's for the process
@@ -130,6 +135,7 @@ def measured_grams(
         base: the base that deltas are taken to.
         owned: the deltas of each process.
         keep: whether the layer's output is written.
+        slopes: whether those of activations are sampled, too.
         others: collectors that observe the same pass.
     """
     shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
@@ -140,7 +146,8 @@ def measured_grams(
         return delta(matrix(expert, "down"), down)
 
     before, at_once = sweep.own.start * each, calibrated.experts_at_once
-    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once)
+    sampled = SlopeSamples.within(sweep, shape) if slopes else None
+    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once, slopes=sampled)
     sweep.forward(index, layer, [grams, *others], keep=keep)
     return grams
 
@@ -160,15 +167,17 @@ class LayerFactors:
         options: FactorChoices,
         grams: GramCollector | None,
         owned: Owned | None = None,
+        metric: LayerMetric | None = None,
     ) -> None:
         """Take the `grams` that were collected on this layer, if there is a text; `owned` says which process has which
-        deltas, by default this one all."""
+        deltas, by default this one all. By a `metric` errors at the outputs count together, where `options` tell
+        channels apart."""
         self._owned = owned or Owned(shape, Peers())
         self._shape, self._deltas, self._share = shape, deltas, options.share
         count = shape.experts
         self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
         self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
-        self._svd, self._grams = LayerSvd(options.svd, grams), grams
+        self._svd, self._grams, self._metric = LayerSvd(options.svd, grams), grams, metric
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:
@@ -180,9 +189,9 @@ class LayerFactors:
 
     def _spectra(self) -> Iterator[tuple[Role, int, Tensor, float]]:
         for role, expert in self._each(() if self._share == "none" else self._shape.roles):
-            whitened, sensitivity, _ = self._whitened(role, expert)
-            spectrum, energy = whitened.spectrum()
-            yield role, expert, to_cpu(spectrum * sensitivity.weight), energy * sensitivity.weight
+            counted = self._counted(role, expert)
+            spectrum, energy = counted.whitened.spectrum()
+            yield role, expert, to_cpu(spectrum * counted.weight), energy * counted.weight
 
     def encode(self, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Encode every delta that this process has; gives tensors by their name relative to the experts."""
@@ -209,34 +218,62 @@ class LayerFactors:
         """Encode one delta in the form chosen for it."""
         if not form.directions:
             return form.encode(self._deltas.target(role, expert, form), dtype)
-        whitened, sensitivity, [own] = self._whitened(role, expert)
-        found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
-        return form.encode(own, dtype, Measured(row_scale=sensitivity.row_scale, factorization=found))
+        counted = self._counted(role, expert)
+        [own] = counted.deltas
+        return form.encode(own, dtype, counted.measured(form.directions, dtype))
 
     def _encoded_jointly(self, role: Role, layout: LayerLayout, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Encode the factor that all experts of a role share, and the factor of each."""
         [form] = set(layout.weights[role] or ())
-        whitened, sensitivity, deltas = self._whitened(role, 0)
-        found = whitened.factorize(form.directions, coarse=dtype == torch.bfloat16)
-        measured = Measured(row_scale=sensitivity.row_scale, factorization=found)
-        common, own = form.encode_jointly(deltas, dtype, measured)
+        counted = self._counted(role, 0)
+        common, own = form.encode_jointly(counted.deltas, dtype, counted.measured(form.directions, dtype))
         for name, tensor in common.items():
             yield shared_name(role, name), to_cpu(tensor)
         for expert, encoded in enumerate(own):
             for name, tensor in encoded.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)
 
-    def _whitened(self, role: Role, expert: int) -> tuple[Whitened, MatrixSensitivity, list[Tensor]]:
-        """The whitened matrix of a delta, or of the deltas of all experts, its sensitivity, and the deltas."""
+    def _counted(self, role: Role, expert: int) -> "_Counted":
+        """A delta, or the deltas of all experts, and how errors in it count."""
         svd, inputs = self._svd, self._shape.matrix(role)[1]
         if self._share == "none":
             own = self._deltas.of(role, expert)
             counts = self._sensitivity.of(role, expert, inputs, whitened=svd.is_whitened)
-            return svd.whitened(role, expert, own, counts.row_scale), counts, [own]
+            norm = self._norm(role, expert, ChannelNorm.of(counts.row_scale))
+            return _Counted(svd.whitened(role, expert, own, norm), norm, counts.weight, [own])
         count = self._shape.experts
         all_ = [self._deltas.of(role, expert) for expert in range(count)]
         counts = self._sensitivity.jointly(role, inputs, self._share, whitened=svd.is_whitened)
-        scales: list[Tensor | None] = [counts.row_scale] * count
+        each: list[OutputNorm | None] = [ChannelNorm.of(counts.row_scale)] * count
         if counts.row_scale is not None and self._share == "v":
-            scales = list(counts.row_scale.chunk(count))
-        return svd.whitened_jointly(role, all_, self._share, scales), counts, all_
+            each = [ChannelNorm(own) for own in counts.row_scale.chunk(count)]
+        whitened = svd.whitened_jointly(role, all_, self._share, each)
+        return _Counted(whitened, ChannelNorm.of(counts.row_scale), counts.weight, all_)
+
+    def _norm(self, role: Role, expert: int, channels: ChannelNorm | None) -> OutputNorm | None:
+        """How errors at the outputs of a delta count: together if that was measured, else by channel."""
+        if self._metric is None or channels is None or (rows := self._metric.of(expert).alone(role)) is None:
+            return channels
+        return LinkedNorm.of(rows, len(channels.scale), self._deltas.device).like(channels)
+
+
+@dataclass(frozen=True, eq=False)
+class _Counted:
+    """A delta, or the deltas of all experts, and how errors in it count.
+
+    Attributes:
+        whitened: what is factorized.
+        norm: of errors at the outputs.
+        weight: factor from squared singular values to loss.
+        deltas: as they are, `[out, in]`.
+    """
+
+    whitened: Whitened
+    norm: OutputNorm | None
+    weight: float
+    deltas: list[Tensor]
+
+    def measured(self, rank: int, dtype: torch.dtype) -> Measured:
+        """What the encoding of so many directions in a model of `dtype` uses."""
+        found = self.whitened.factorize(rank, coarse=dtype == torch.bfloat16)
+        return Measured(norm=self.norm, factorization=found)

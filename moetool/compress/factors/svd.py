@@ -11,6 +11,7 @@ from moetool.architectures import ROLES, Role
 from moetool.calibration.collectors import GramCollector
 from moetool.numerics.congruence import congruence, inner_products
 from moetool.numerics.factorize import Factorization, factorize, spectrum
+from moetool.numerics.output_norm import OutputNorm
 from moetool.numerics.precision import bf16_products, has_fast_bf16
 from moetool.numerics.root import square_root
 from moetool.numerics.shrinkage import shrink
@@ -27,7 +28,7 @@ class Whitened:
     """A matrix to be factorized, with the norm in which that is done.
 
     Attributes:
-        delta: `[out, in]`, with scaled rows.
+        delta: `[out, in]`, in the norm of its outputs.
         gram: the Gram matrix of the inputs `[in, in]`, if they count.
         output_gram: the Gram matrix of the delta's outputs `[out, out]`, instead of that of the inputs.
         root: a square root of `gram`, if one is known.
@@ -75,13 +76,13 @@ class LayerSvd:
         """Whether spectra are squared outputs on the calibration inputs."""
         return self._method != "vanilla" and self._grams is not None
 
-    def whitened(self, role: Role, expert: int, delta: Tensor, row_scale: Tensor | None = None) -> Whitened:
+    def whitened(self, role: Role, expert: int, delta: Tensor, outputs: OutputNorm | None = None) -> Whitened:
         """One expert's delta `[out, in]` fp32, with the norm in which it is to be factorized.
 
-        With a `row_scale` `[out]`, the matrix is `row_scale[:, None] * delta`.
+        With a norm of its `outputs`, the matrix is `outputs.times(delta)`.
         """
         grams = self._grams
-        scaled = delta if row_scale is None else row_scale.to(delta.device)[:, None] * delta
+        scaled = delta if outputs is None else outputs.times(delta)
         if grams is None or self._method == "vanilla":
             return Whitened(scaled)
         if self._method == "activation-aware":
@@ -90,9 +91,8 @@ class LayerSvd:
             gram, root = self._inputs(role, expert, wide=delta.shape[0] > delta.shape[1])
             return Whitened(scaled, gram, root=root)
         gram = self._outputs(expert, delta)
-        if row_scale is not None:
-            both = row_scale.to(gram)
-            gram = both[:, None] * gram * both
+        if outputs is not None:
+            gram = outputs.times(outputs.times(gram).T)
         return Whitened(scaled, output_gram=gram)
 
     def _inputs(self, role: Role, expert: int, *, wide: bool) -> tuple[Tensor, Tensor | None]:
@@ -136,18 +136,17 @@ class LayerSvd:
         return energy * squares / squares.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
     def whitened_jointly(
-        self, role: Role, deltas: list[Tensor], share: SharedFactor, row_scales: list[Tensor | None]
+        self, role: Role, deltas: list[Tensor], share: SharedFactor, norms: list[OutputNorm | None]
     ) -> Whitened:
         """The deltas of a role in one matrix, whose leading directions they have in common (Appendix A.6).
 
         `v`: of the deltas one below the other `[experts · out, in]`, on the summed Gram of the inputs (for a wide
         down, on the sample of all activations). `u`: of the deltas side by side `[out, experts · in]`, on the sum
         of what each would lose on its own inputs.
-        With row scales the factorisation is that of the scaled deltas.
+        With `norms` of outputs the factorisation is that of the deltas in these.
         """
-        ones = torch.ones(len(deltas[0]), device=deltas[0].device)
-        scales = [ones if scale is None else scale.to(ones.device) for scale in row_scales]
-        scaled = [scale[:, None] * delta for scale, delta in zip(scales, deltas, strict=True)]
+        pairs = list(zip(norms, deltas, strict=True))
+        scaled = [delta if norm is None else norm.times(delta) for norm, delta in pairs]
         grams = self._grams
         if share == "v":
             stacked = torch.cat(scaled)
@@ -161,11 +160,12 @@ class LayerSvd:
             return Whitened(stacked, own.total())
         if grams is None or self._method == "vanilla":
             return Whitened(torch.cat(scaled, dim=1))
-        lost = torch.zeros(len(ones), len(ones), dtype=torch.float64, device=ones.device)
-        for expert, (delta, scale) in enumerate(zip(scaled, scales, strict=True)):
-            if role == "down" and self._sample is not None:
-                lost += scale.double()[:, None] * grams.down[expert].matrix() * scale.double()
+        rows = len(deltas[0])
+        lost = torch.zeros(rows, rows, dtype=torch.float64, device=deltas[0].device)
+        for expert, (delta, norm) in enumerate(zip(scaled, norms, strict=True)):
+            gram = (grams.down if role == "down" else grams.inputs)[expert].matrix()
+            if role != "down" or self._sample is None:
+                lost += congruence(delta.double(), gram)
             else:
-                own_gram = (grams.down if role == "down" else grams.inputs)[expert].matrix()
-                lost += congruence(delta.double(), own_gram)
+                lost += gram if norm is None else norm.times(norm.times(gram).T)
         return Whitened(torch.cat(scaled, dim=1), output_gram=lost)

@@ -1,12 +1,10 @@
-"""Options, plans and writing of low-rank factors, which `svd-compress`, `compress --method d2moe` and others share."""
+"""Plans and writing of low-rank factors, which `svd-compress`, `compress --method d2moe` and others share."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moetool.architectures import ROLES, Role
@@ -14,14 +12,15 @@ from moetool.bases.choices import Merge
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.observation import Collector
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
-from moetool.compress.budget.spending import Allocation
 from moetool.compress.delta_encoding import agreed_layouts
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
+from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.ranking import (
     FACTORS,
     LayerSpectra,
@@ -32,8 +31,6 @@ from moetool.compress.factors.ranking import (
     least_routed,
     same_rank,
 )
-from moetool.compress.factors.sensitivity import Sensitivity
-from moetool.compress.factors.svd import SharedFactor, Svd
 from moetool.compress.refining.factors import TOKENS_PER_STEP
 from moetool.compress.refining.layer import MOST_KEPT, LayerRefining, Refining
 from moetool.compress.results import RankedLayer, RankedResult
@@ -46,58 +43,12 @@ from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.including import included_bytes, included_shapes
 from moetool.job.job import Job, Source
-from moetool.job.options import KeepOptions, RunOptions, SizeOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, in_format, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
-
-
-class FactorOptions(RunOptions, SizeOptions, KeepOptions, TextOptions):
-    """Options of methods that store deltas as low-rank factors: ranks, their budget, and the error to make least."""
-
-    alternatives: ClassVar[tuple[str, ...]] = ("ratio", "size", "rank")
-
-    rank: int | None = Field(None, ge=0, description="Instead of --ratio: one rank for every matrix.")
-    svd: Svd = Field(
-        "truncation-aware",
-        description="Factors of least error: of outputs on the text (truncation-aware), of weights scaled by their "
-        "inputs (activation-aware), or of weights (vanilla).",
-    )
-    allocation: Allocation = Field(
-        "water-filling", description="How ranks are shared out: where a byte removes most loss, by layer, or equally."
-    )
-    sensitivity: Sensitivity = Field(
-        "channel", description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all."
-    )
-    share: SharedFactor = Field(
-        "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
-    )
-    trim: int = Field(
-        0, ge=0, description="Drop the deltas of so many experts per layer, those with the fewest tokens."
-    )
-    rank_multiple: int = Field(1, ge=1, description="Ranks are multiples of this; 8 suits tensor cores.")
-    factor_bits: Literal[8, 16] = Field(
-        16, description="Bits per number of the factors: 16 stores the model's own dtype, 8 stores codes and allows "
-        "twice the rank at the same size."
-    )  # fmt: skip
-
-    @model_validator(mode="after")
-    def _apart_from_share(self) -> "FactorOptions":
-        if self.share != "none" and self.trim:
-            raise ValueError(f"--share {self.share} and --trim exclude each other: what is shared cannot be dropped")
-        if self.share != "none" and self.factor_bits == 8:
-            raise ValueError(f"--share {self.share} and --factor-bits 8 exclude each other")
-        if self.share != "none" and self.svd == "activation-aware":
-            raise ValueError(f"--share {self.share} goes with --svd truncation-aware or vanilla")
-        return self
-
-    @property
-    def coded_bits(self) -> int | None:
-        """Bits of the codes that factors are stored in; `None` if they are stored in the model's dtype."""
-        return None if self.factor_bits == 16 else self.factor_bits
 
 
 class FactoredLayers:
@@ -217,12 +168,17 @@ def finish(
         owned: Owned,
         others: Sequence[Collector] = (),
     ) -> Iterator[tuple[str, Tensor]]:
-        weights, grams = reader.weights(layer), None
+        weights, grams, metric, linked = reader.weights(layer), None, None, options.links_outputs
         if calibrated is not None:
-            grams = measured_grams(calibrated, calibrated.sweep, layer, module, base, owned, keep=True, others=others)
+            sweep = calibrated.sweep
+            grams = measured_grams(
+                calibrated, sweep, layer, module, base, owned, keep=True, slopes=linked, others=others
+            )
             weights = calibrated.weights(layer, module)
+            if linked:
+                metric = LayerMetric.of_layer(job.work, layer, job.device, grams, reader.shape, weights)
         deltas = Deltas(weights, base, job.device)
-        return LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
+        return LayerFactors(reader.shape, deltas, options, grams, owned, metric).encode(layout, reader.dtype)
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         if refining is None or calibrated is None:
@@ -285,7 +241,7 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
 
     With `refine`, base and factors are then refined."""
     reader, gradients = source.experts, merge is not None
-    factors = Measuring.factors(reader.shape, jointly=options.share != "none")
+    factors = Measuring.factors(reader.shape, jointly=options.share != "none", linked=options.links_outputs)
     if refine:
         tokens = min(options.samples * options.sequence_length, MOST_KEPT)
         factors = factors.refined(reader.shape, 1 - (options.ratio or 0), tokens)
@@ -355,8 +311,10 @@ def factor_plan(
     layers, hidden = source.architecture.layers, reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
-    if refine:  # the bases as they were, and what errors cost
-        for_each += base_bytes + 4 * hidden**2
+    if refine:  # the bases as they were
+        for_each += base_bytes
+    if refine or options.links_outputs:  # what errors cost
+        for_each += 4 * hidden**2
     backward = cost.backward_scratch(reader, at_once) if gradients else 0
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
@@ -366,6 +324,7 @@ def factor_plan(
         moe_size(reader, at_once),
         output,
         gradients=gradients,
+        linked=options.links_outputs,
         refined=refined,
     )
     return Plan(

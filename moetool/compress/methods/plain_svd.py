@@ -17,7 +17,8 @@ from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_b
 from moetool.checkpoint.experts import Weights
 from moetool.compress.delta_encoding import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
-from moetool.compress.factors.writing import FactoredLayers, FactorOptions, factor_memory, factor_plan, finish
+from moetool.compress.factors.options import FactorOptions
+from moetool.compress.factors.writing import FactoredLayers, factor_memory, factor_plan, finish
 from moetool.compress.results import RankedResult
 from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE

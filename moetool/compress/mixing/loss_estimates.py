@@ -32,14 +32,10 @@ def prepared(delta: Tensor, forms: Sequence[Representation], measured: Measured)
     rank = max(form.directions for form in forms)
     if not rank:
         return measured
-    scale = measured.row_scale
-    found = factorize(
-        delta if scale is None else scale.to(delta.device)[:, None] * delta,
-        gram=measured.gram,
-        rank=rank,
-        coarse=True,
-    )
-    basis = leading(delta, found, rank, torch.float32, row_scale=scale)
+    norm = measured.norm
+    scaled = delta if norm is None else norm.times(delta)
+    found = factorize(scaled, gram=measured.gram, rank=rank, coarse=True)
+    basis = leading(delta, found, rank, torch.float32, norm=norm)
     return replace(measured, factorization=found, basis=basis)
 
 
@@ -60,7 +56,7 @@ def losses(
     feedback = measured.feedback
     if feedback is None:  # the inputs are all zero
         return [0.0] * len(forms)
-    trial = _Trial(dtype, replace(measured, row_scale=None, basis=None, factorization=None), feedback)
+    trial = _Trial(dtype, replace(measured, norm=None, basis=None, factorization=None), feedback)
     scale = torch.ones(len(delta), device=delta.device)
     if counts.row_scale is not None:
         scale = counts.row_scale.to(delta.device).square()
@@ -153,14 +149,14 @@ def _brackets(delta: Tensor, forms: Sequence[Representation], measured: Measured
     offered = {form.directions: form.nested for form in forms if form.nested is not None}
     if not offered or measured.factorization is None or measured.basis is None:
         return []
-    scale = torch.ones(1, 1) if measured.row_scale is None else measured.row_scale[:, None]
-    scale = scale.to(delta)
     stored_u, v = offered[max(offered)]
-    u = scale * stored_u(measured.basis, trial.dtype).to(delta)
+    u = stored_u(measured.basis, trial.dtype).to(delta)
+    if measured.norm is not None:
+        u, delta = measured.norm.times(u), measured.norm.times(delta)
     factor, failed = torch.linalg.cholesky_ex(u.T.double() @ u.double())
     if int(failed):
         return []
-    parts = torch.linalg.solve_triangular(factor.float(), u.T @ (scale * delta), upper=False)  # W [rank, in]
+    parts = torch.linalg.solve_triangular(factor.float(), u.T @ delta, upper=False)  # W [rank, in]
     explained = trial.feedback.output_errors(parts).double().cumsum(0)
     sizes = trial.feedback.sizes(parts)
     found = []

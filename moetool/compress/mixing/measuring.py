@@ -23,6 +23,7 @@ from moetool.compress.refining.layer import LayerRefining
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
 from moetool.job.options import CalibrationOptions, IncludeOptions, KeepOptions, RunOptions, SizeOptions
+from moetool.numerics.output_norm import ChannelNorm, LinkedNorm
 from moetool.numerics.rotation import rotated
 from moetool.representations import Measured
 
@@ -107,7 +108,8 @@ def measure(
                     delta = rotated(deltas.of(role, expert), rotation)
                     key = scheme.name, max(form.directions for form in forms)
                     if key not in known:
-                        known[key] = prepared(delta, forms, replace(inputs[scheme.seed], row_scale=counts.row_scale))
+                        own_inputs = replace(inputs[scheme.seed], norm=ChannelNorm.of(counts.row_scale))
+                        known[key] = prepared(delta, forms, own_inputs)
                     own = losses(delta, forms, reader.dtype, known[key], counts)
                     lost[loss_name(scheme, role, expert)] = torch.tensor(own, dtype=torch.float64)
     found = {name: own for others in owned.peers.gather(lost) for name, own in others.items()}
@@ -170,8 +172,10 @@ def encoded(
             if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
                 gram = grams.gram(expert, role)
                 inputs = {role == "down": Measured.on_inputs(gram, rotation, keeps_size=keeps_size)}
-            own = replace(inputs[role == "down"], row_scale=counts.row_scale)
-            own = own if seen is None else replace(own, outputs=seen.rows(role))
+            own = replace(inputs[role == "down"], norm=ChannelNorm.of(counts.row_scale))
+            if seen is not None and (rows := seen.rows(role)) is not None:
+                norm = LinkedNorm.of(rows, len(target), target.device) if form.directions else own.norm
+                own = replace(own, outputs=rows, norm=norm)
             found[role] = form.encode(target, reader.dtype, prepared(target, [form], own))
             errors[role] = exact - form.decode(found[role], matrix, reader.dtype).to(exact)
         return found

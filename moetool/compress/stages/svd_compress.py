@@ -8,9 +8,9 @@ from torch import nn
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, stored_base
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
+from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.writing import (
     FactoredLayers,
-    FactorOptions,
     factor_memory,
     factor_plan,
     factors_at_once,

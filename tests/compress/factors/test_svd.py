@@ -11,6 +11,7 @@ from moetool.compress.budget.items import Group, Ladder
 from moetool.compress.budget.spending import allocate
 from moetool.compress.factors.svd import LayerSvd, Svd
 from moetool.numerics.factorize import truncate
+from moetool.numerics.output_norm import ChannelNorm, LinkedNorm, OutputNorm
 from moetool.representations.low_rank import LowRank
 
 CPU = torch.device("cpu")
@@ -65,10 +66,11 @@ each_role = pytest.mark.parametrize("role", ["gate", "down"])
 
 
 def approximation(
-    svd: LayerSvd, layer: Layer, role: Role, expert: int, rank: int, scale: Tensor | None = None
+    svd: LayerSvd, layer: Layer, role: Role, expert: int, rank: int, outputs: OutputNorm | None = None
 ) -> Tensor:
     delta = layer.delta(role, expert)
-    u, v = truncate(delta, svd.whitened(role, expert, delta, scale).factorize(), rank, torch.float64, row_scale=scale)
+    found = svd.whitened(role, expert, delta, outputs).factorize()
+    u, v = truncate(delta, found, rank, torch.float64, norm=outputs)
     return u @ v
 
 
@@ -215,22 +217,26 @@ def test_a_shared_u_whichever_side_is_longer(method: Svd, experts: int, rows: in
 
 @each_role
 @pytest.mark.parametrize("method", ["vanilla", "truncation-aware", "activation-aware"])
-def test_row_scale_whitens_from_the_left(layer: Layer, role: Role, method: Svd) -> None:
-    """Best in `‖D (Δ - UV) X‖`, and UV approximates Δ itself, not D Δ."""
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_norm_of_outputs_whitens_from_the_left(layer: Layer, role: Role, method: Svd, linked: bool) -> None:
+    """Best in `‖R (Δ - UV) X‖`, and UV approximates Δ itself, not R Δ."""
     delta = layer.delta(role, 0).double()
-    scale = torch.linspace(0.2, 3, len(delta))
+    norm_of: OutputNorm = ChannelNorm(torch.linspace(0.2, 3, len(delta)))
+    if linked:
+        noise = torch.randn(len(delta), len(delta), generator=torch.Generator().manual_seed(3))
+        norm_of = LinkedNorm((torch.triu(noise, 1) + torch.diag(torch.linspace(0.4, 3, len(delta))),))
     svd = LayerSvd(method, layer.grams)
     gram = {
         "vanilla": torch.eye(delta.shape[1], dtype=torch.float64),
         "truncation-aware": layer.shrunk(role, 0),
         "activation-aware": asvd_gram(layer.given(role), 0),
     }[method]
-    scaled = scale.double()[:, None] * delta
+    scaled = norm_of.times(delta)
     values = torch.linalg.eigvalsh(scaled @ gram @ scaled.T).flip(0)[: min(delta.shape)]
-    factorization = svd.whitened(role, 0, layer.delta(role, 0), scale).factorize()
+    factorization = svd.whitened(role, 0, layer.delta(role, 0), norm_of).factorize()
     torch.testing.assert_close(factorization.spectrum, values, rtol=1e-5, atol=1e-5 * float(values[0]))
-    found = approximation(svd, layer, role, 0, 3, scale)
-    error = scale.double()[:, None] * (delta - found)
+    found = approximation(svd, layer, role, 0, 3, norm_of)
+    error = norm_of.times(delta - found)
     assert norm(error, gram) == pytest.approx(float(values[3:].sum()), rel=1e-4)
 
 

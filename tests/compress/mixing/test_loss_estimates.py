@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.compress.mixing.loss_estimates import losses, prepared
+from moetool.numerics.output_norm import ChannelNorm
 from moetool.representations import Measured, Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
@@ -63,7 +64,7 @@ def test_close_to_what_is_lost(rows: int, columns: int, within: float, weighs_ro
     delta = delta_of(rows, columns)
     row_scale = 0.5 + torch.rand(rows, generator=torch.Generator().manual_seed(1)) if weighs_rows else None
     counts = MatrixSensitivity(row_scale, 3.0)
-    measured = prepared(delta, FORMS, Measured(gram_of(columns), row_scale=row_scale).with_feedback())
+    measured = prepared(delta, FORMS, Measured(gram_of(columns), norm=ChannelNorm.of(row_scale)).with_feedback())
     for forms, near in ((FORMS, within), (MIXTURES, 0.1)):  # of mixtures rows are taken as those of other mixtures
         told = losses(delta, forms, torch.bfloat16, measured, counts)
         assert told == pytest.approx([made(delta, form, measured, counts) for form in forms], rel=near)
