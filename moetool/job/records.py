@@ -59,6 +59,7 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
         fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
         fits = fits and measured.channel_energy.shape == (shape.intermediate,)
         fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
+        fits = fits and (measured.outputs is None or measured.outputs.shape == (shape.hidden, shape.hidden))
         if not fits or not all(map(is_finite, measured.tensors().values())):
             raise InvalidInputError(
                 f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "

@@ -46,6 +46,9 @@ class FactorChoices(Protocol):
     @property
     def share(self) -> SharedFactor: ...
 
+    @property
+    def links_outputs(self) -> bool: ...
+
 
 ENERGY = "energy"  # [3, experts] fp64: Σ over an expert's tokens of the squared norm of each role's input
 TOKENS = "tokens"  # [experts] int64
@@ -119,9 +122,9 @@ def measured_grams(
     layer: nn.Module,
     base: LayerBase,
     owned: Owned,
+    options: FactorChoices,
     *,
     keep: bool,
-    slopes: bool = False,
     others: Sequence[Collector] = (),
 ) -> GramCollector:
     """Run a loaded layer forwards and collect the second moments that its factors need, each delta's for the process
@@ -134,8 +137,8 @@ def measured_grams(
         layer: the loaded layer.
         base: the base that deltas are taken to.
         owned: the deltas of each process.
+        options: by which errors at outputs count together; then slopes of activations are sampled, too.
         keep: whether the layer's output is written.
-        slopes: whether those of activations are sampled, too.
         others: collectors that observe the same pass.
     """
     shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
@@ -146,8 +149,9 @@ def measured_grams(
         return delta(matrix(expert, "down"), down)
 
     before, at_once = sweep.own.start * each, calibrated.experts_at_once
-    sampled = SlopeSamples.within(sweep, shape) if slopes else None
-    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once, slopes=sampled)
+    linked = options.links_outputs and base.statistics is not None and base.statistics.outputs is not None
+    slopes = SlopeSamples.within(sweep, shape) if linked else None
+    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once, slopes=slopes)
     sweep.forward(index, layer, [grams, *others], keep=keep)
     return grams
 
@@ -167,17 +171,19 @@ class LayerFactors:
         options: FactorChoices,
         grams: GramCollector | None,
         owned: Owned | None = None,
-        metric: LayerMetric | None = None,
     ) -> None:
         """Take the `grams` that were collected on this layer, if there is a text; `owned` says which process has which
-        deltas, by default this one all. By a `metric` errors at the outputs count together, where `options` tell
-        channels apart."""
+        deltas, by default this one all."""
         self._owned = owned or Owned(shape, Peers())
         self._shape, self._deltas, self._share = shape, deltas, options.share
         count = shape.experts
         self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
         self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
-        self._svd, self._grams, self._metric = LayerSvd(options.svd, grams), grams, metric
+        self._svd, self._grams = LayerSvd(options.svd, grams), grams
+        self._metric: LayerMetric | None = None
+        statistics = deltas.base.statistics
+        if statistics is not None and statistics.outputs is not None and grams is not None and grams.slopes is not None:
+            self._metric = LayerMetric(statistics.outputs.to(deltas.device), grams, shape, deltas.weights)
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
 
     def measure(self, file: SpectrumFile) -> None:

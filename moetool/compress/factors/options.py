@@ -27,7 +27,7 @@ class FactorOptions(RunOptions, SizeOptions, KeepOptions, TextOptions):
     sensitivity: Sensitivity = Field(
         "channel",
         description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all. By channel, "
-        "d2moe also measures what errors of several channels cost together.",
+        "what errors of several channels cost together counts, too, except with --share or --svd vanilla.",
     )
     share: SharedFactor = Field(
         "none", description="Let all experts of a layer share the factor V, or U, of their deltas (Appendix A.6)."
@@ -53,8 +53,9 @@ class FactorOptions(RunOptions, SizeOptions, KeepOptions, TextOptions):
 
     @property
     def links_outputs(self) -> bool:
-        """Whether errors at the outputs of a delta count together, which takes gradients; else by channel at most."""
-        return False
+        """Whether errors at the outputs of a delta count together, where gradients were taken; else by channel at
+        most."""
+        return self.sensitivity == "channel" and self.share == "none" and self.svd != "vanilla"
 
     @property
     def coded_bits(self) -> int | None:

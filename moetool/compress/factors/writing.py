@@ -12,7 +12,6 @@ from moetool.bases.choices import Merge
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.observation import Collector
-from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
@@ -103,7 +102,9 @@ class FactoredLayers:
         method: str,
     ) -> None:
         """Write the checkpoint shard by shard, encoding the layers of each shard before it is written."""
-        statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
+        statistics = {
+            entry.layer: entry.statistics.of_result() for entry in self.spectra if entry.statistics is not None
+        }
         write_model(
             self.job,
             self._plan(layouts),
@@ -168,17 +169,13 @@ def finish(
         owned: Owned,
         others: Sequence[Collector] = (),
     ) -> Iterator[tuple[str, Tensor]]:
-        weights, grams, metric, linked = reader.weights(layer), None, None, options.links_outputs
+        weights, grams = reader.weights(layer), None
         if calibrated is not None:
             sweep = calibrated.sweep
-            grams = measured_grams(
-                calibrated, sweep, layer, module, base, owned, keep=True, slopes=linked, others=others
-            )
+            grams = measured_grams(calibrated, sweep, layer, module, base, owned, options, keep=True, others=others)
             weights = calibrated.weights(layer, module)
-            if linked:
-                metric = LayerMetric.of_layer(job.work, layer, job.device, grams, reader.shape, weights)
         deltas = Deltas(weights, base, job.device)
-        return LayerFactors(reader.shape, deltas, options, grams, owned, metric).encode(layout, reader.dtype)
+        return LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         if refining is None or calibrated is None:
@@ -311,10 +308,10 @@ def factor_plan(
     layers, hidden = source.architecture.layers, reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
-    if refine:  # the bases as they were
-        for_each += base_bytes
-    if refine or options.links_outputs:  # what errors cost
+    if gradients:  # what errors cost
         for_each += 4 * hidden**2
+    if refine:  # the bases as they were, and what errors cost
+        for_each += base_bytes + 4 * hidden**2
     backward = cost.backward_scratch(reader, at_once) if gradients else 0
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)

@@ -14,7 +14,6 @@ from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.bases.pruning import plan_pruning
 from moetool.calibration.output_gradients import OutputGradients, metric_path
-from moetool.calibration.output_metric import LayerMetric
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
 from moetool.compress.delta_encoding import refuse_compressed
@@ -69,15 +68,6 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
         description="Fine-tune each layer's base and factors together for so many steps; kept only where the held-out "
         "error improves (0: off; 64 is usual).",
     )
-
-    @property
-    def links_outputs(self) -> bool:
-        return self.sensitivity == "channel" and self.share == "none"
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether it is measured how errors at the output of a layer count together."""
-        return self.links_outputs or self.refine > 0
 
     @model_validator(mode="after")
     def _apart(self) -> "D2MoEOptions":
@@ -183,22 +173,19 @@ class D2MoE(Stage[D2MoEOptions]):
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
-            output_gradients = OutputGradients(calibrated.gradient_sweep, job.device)
-            others = [output_gradients] if options.has_metrics else []
-            base = measured_base(calibrated, index, layer, options.merge, others).pruned(pruning)
-            if others and job.ranks.is_first:
-                output_gradients.save(metric_path(job.work, index))
+            outputs = OutputGradients(calibrated.gradient_sweep, job.device)
+            base = measured_base(calibrated, index, layer, options.merge, outputs=outputs).pruned(pruning)
+            if options.refine and job.ranks.is_first:
+                outputs.save(metric_path(job.work, index))
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)
             owned = measuring_owners(reader.shape, options.share, job.ranks)
-            sweep, linked = calibrated.gradient_sweep, options.links_outputs
-            grams = measured_grams(calibrated, sweep, index, layer, base, owned, keep=False, slopes=linked)
-            weights = calibrated.weights(index, layer)
-            metric = LayerMetric.of_layer(job.work, index, job.device, grams, reader.shape, weights) if linked else None
+            sweep = calibrated.gradient_sweep
+            grams = measured_grams(calibrated, sweep, index, layer, base, owned, options, keep=False)
+            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
             file = SpectrumFile(job.work, index, reader.shape, options.share)
-            deltas = Deltas(weights, base, job.device)
-            LayerFactors(reader.shape, deltas, options, grams, owned, metric).measure(file)
+            LayerFactors(reader.shape, deltas, options, grams, owned).measure(file)
 
         calibrated.reverse(visit, passes=2)
         return calibrated

@@ -8,6 +8,7 @@ from torch import nn
 
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
+from moetool.calibration.output_gradients import OutputGradients
 from moetool.checkpoint.files import place
 from moetool.compress.results import LayersResult, MergedLayer
 from moetool.costs.building_blocks import moe_size
@@ -58,7 +59,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
         shape = reader.shape
         channels = 8 * shape.intermediate + 1024  # which are kept, and the header
         rows = sum(shape.matrix(role)[0] for role in shape.roles)
-        statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate if measured else 0
+        statistics = shape.experts * (4 * rows + 8) + 8 * shape.intermediate + 4 * shape.hidden**2 if measured else 0
         output = len(reader.moe_layers) * (base + channels + statistics)
         scratch = cost.backward_scratch(reader, at_once) if measured else 0
         details: dict[str, Json] = {"layers": layers, "moe_layers": len(reader.moe_layers), "experts": shape.experts}
@@ -101,7 +102,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
             calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
             def visit(index: int, layer: nn.Module) -> None:
-                base = measured_base(calibrated, index, layer, options.merge)
+                outputs = OutputGradients(calibrated.gradient_sweep, job.device)
+                base = measured_base(calibrated, index, layer, options.merge, outputs=outputs)
                 agreed(job.ranks, base_path(job.work, index), base)
 
             calibrated.reverse(visit, passes=1)

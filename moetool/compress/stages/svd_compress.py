@@ -85,7 +85,7 @@ class SvdCompress(Stage[FactorOptions]):
             stored = stored_base(reader, index, statistics.get(index))
             base = agreed(job.ranks, base_path(job.work, index), stored)
             owned = measuring_owners(reader.shape, options.share, job.ranks)
-            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, owned, keep=True)
+            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, owned, options, keep=True)
             deltas = Deltas(calibrated.weights(index, layer), base, job.device)
             LayerFactors(reader.shape, deltas, options, grams, owned).measure(spectra(index))
 
