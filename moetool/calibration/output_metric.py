@@ -38,7 +38,6 @@ class LayerMetric:
         holds, and the down matrices among the `weights` of the layer's experts."""
         self._down, self._grams, self._shape, self._weights = OutputMetric(moment), grams, shape, weights
         self._root = root(moment).to(moment)
-        self._last: tuple[int, ExpertMetric] | None = None
 
     @classmethod
     def of_layer(
@@ -49,10 +48,8 @@ class LayerMetric:
 
     def of(self, expert: int) -> "ExpertMetric":
         """Return how errors in one expert's matrices count together; an expert that no token reached has the metric of
-        down alone. The last one is kept, for one matrix after the other."""
-        if self._last is None or self._last[0] != expert:
-            self._last = expert, ExpertMetric(self._down, partial(self._neurons, expert))
-        return self._last[1]
+        down alone."""
+        return ExpertMetric(self._down, partial(self._neurons, expert))
 
     def _neurons(self, expert: int) -> "NeuronMetric | None":
         slopes = None if self._grams.slopes is None else self._grams.slopes.of(expert)

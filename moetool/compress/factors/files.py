@@ -19,7 +19,7 @@ from moetool.bases.delta import Deltas, delta
 from moetool.bases.layer_base import LayerBase
 from moetool.calibration.collectors import GramCollector
 from moetool.calibration.observation import Collector
-from moetool.calibration.output_metric import LayerMetric
+from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.slopes import SlopeSamples
 from moetool.calibration.sweep import Sweep
@@ -181,6 +181,7 @@ class LayerFactors:
         self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
         self._svd, self._grams = LayerSvd(options.svd, grams), grams
         self._metric: LayerMetric | None = None
+        self._last: tuple[int, ExpertMetric] | None = None  # of the expert in hand, whose gate and up have it in common
         statistics = deltas.base.statistics
         if statistics is not None and statistics.outputs is not None and grams is not None and grams.slopes is not None:
             self._metric = LayerMetric(statistics.outputs.to(deltas.device), grams, shape, deltas.weights)
@@ -258,7 +259,12 @@ class LayerFactors:
 
     def _norm(self, role: Role, expert: int, channels: ChannelNorm | None) -> OutputNorm | None:
         """How errors at the outputs of a delta count: together if that was measured, else by channel."""
-        if self._metric is None or channels is None or (rows := self._metric.of(expert).alone(role)) is None:
+        if self._metric is None or channels is None:
+            return channels
+        if self._last is None or self._last[0] != expert:
+            self._last = expert, self._metric.of(expert)
+        rows = self._last[1].alone(role)
+        if rows is None:
             return channels
         return LinkedNorm.of(rows, len(channels.scale), self._deltas.device).like(channels)
 
