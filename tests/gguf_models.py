@@ -149,6 +149,12 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_hidden_layers": 27},
     "deepseek_v32": {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 64},
     "glm_moe_dsa": {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 64},
+    "glm_moe_dsa-shared": {
+        "index_topk": 12,
+        "index_n_heads": 8,
+        "index_head_dim": 64,
+        "indexer_types": ["full", "shared", "full"],
+    },
     "glm4_moe_lite": _LATENT,
     "glm5_next": {
         "n_routed_experts": 16,

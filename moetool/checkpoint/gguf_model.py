@@ -218,6 +218,10 @@ class GgufModel:
         of_layers = () if self.written is None else self.written.kinds
         template = self._layer
         names = {own: name for name, own in self._family.in_file(self.layers, self._moe, template, of_layers).items()}
+        if layer >= 0:
+            names |= {
+                prefix + own: f"{template.format(layer=layer)}.{name}" for own, name in self._family.former.items()
+            }
         for own in sorted(mine & names.keys()):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)

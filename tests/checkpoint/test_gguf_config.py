@@ -168,5 +168,19 @@ def test_families_of_one_architecture_are_told_apart_by_their_metadata() -> None
     assert family_in_file("olmo2", {"attention.sliding_window": 8}).model_type == "olmo3"
     assert family_in_file("llama", {}).model_type == "llama"
     assert family_in_file("llama", experts).model_type == "mixtral"
-    with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'deepseek2' with experts\. moetool reads afmoe, "):
-        family_in_file("deepseek2", experts)
+    with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'kimi-linear' with experts\. moetool reads afmoe, "):
+        family_in_file("kimi-linear", experts)
+
+
+@pytest.mark.parametrize(
+    ("entries", "model_type"),
+    [
+        ({"expert_gating_func": 2, "expert_weights_norm": True}, "deepseek_v3"),
+        ({"expert_gating_func": 2}, "deepseek_v3"),
+        ({"expert_gating_func": 1}, "deepseek_v2"),
+        ({}, "deepseek_v2"),  # early files, of which llama.cpp takes a softmax
+        ({"expert_weights_norm": True}, "deepseek_v3"),  # early ones of GLM-4.7-Flash
+    ],
+)
+def test_models_of_deepseek_are_told_apart_by_their_routers(entries: Mapping[str, Any], model_type: str) -> None:
+    assert family_in_file("deepseek2", {"expert_count": 8, **entries}).model_type == model_type

@@ -45,12 +45,13 @@ STRUCTURES = (
     "llama4",
     *DENSE_STRUCTURES,
 )
-# Files of InternLM 3 and iQuestCoder are read as those of a Llama.
+# Files of GLM-4.7-Flash are read as those of DeepSeek-V3; those of InternLM 3 and iQuestCoder as those of a Llama.
 READ_MODELS = [
     name
     for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
-    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & READ
+    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, "glm4_moe_lite"}
 ]
+READ_STRUCTURES = ("gpt_oss", "gemma3-stretched", "glm4_moe", "qwen3_next", "deepseek_v3-scores", "glm_moe_dsa-shared")
 # With GELU, where the last bit of 16 may differ.
 _WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt")
 
@@ -124,7 +125,7 @@ def test_every_tensor_is_one_that_llama_cpp_knows(run_cli: Any, model: Made, tmp
             assert re.sub(r"\.(weight|bias|scale)$", "", base) in own, tensor.name
 
 
-@pytest.mark.parametrize("name", sampled(READ_MODELS, ("gpt_oss", "gemma3-stretched", "glm4_moe", "qwen3_next")))
+@pytest.mark.parametrize("name", sampled(READ_MODELS, READ_STRUCTURES))
 def test_a_file_is_read_as_the_model_that_it_was_made_of(
     run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, name: str
 ) -> None:
@@ -138,7 +139,40 @@ def test_a_file_is_read_as_the_model_that_it_was_made_of(
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_an_early_file_of_deepseek_is_read_as_a_later_one(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """From before llama.cpp multiplied queries by half of a matrix: that is whole, and widths are those of heads."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    assert export(run_cli, model("deepseek_v3-yarn"), tmp_path / "out", "--type", "f32").code == 0
+    later, early = tmp_path / "out" / "model.gguf", tmp_path / "early.gguf"
+    reader, start, own = gguf.GGUFReader(later), "deepseek2.attention.", dict[str, Any]()
+    writer = gguf.GGUFWriter(early, "deepseek2")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            own[key] = field.contents()
+    own |= {f"{start}{kind}_length": own.pop(f"{start}{kind}_length_mla") for kind in ("key", "value")}
+    own[f"{start}head_count_kv"] = own[f"{start}head_count"]
+    for key, value in own.items():
+        writer.add_key_value(key, value, *(kind for kind in reader.fields[key].types[:2]))
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    for layer in range(own["deepseek2.block_count"]):
+        keys, values = (tensors.pop(f"blk.{layer}.attn_{kind}_b.weight") for kind in "kv")
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = torch.cat([keys.swapaxes(1, 2), values], dim=1).flatten(0, 1)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    caplog.clear()
+    first, second = (Checkpoint.open(file) for file in (later, early))
+    assert not caplog.records
+    assert first.config == second.config
+    assert all(torch.equal(tensor, tensors_of(second.path)[name]) for name, tensor in tensors_of(first.path).items())
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "gemma4_text"])
 def test_an_export_that_moetool_does_not_read_is_verified(
     run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -811,7 +845,7 @@ def test_time_steps_that_llama_cpp_does_not_bound_are_a_note(run_cli: Any, model
 
 
 def test_a_file_that_is_only_written_is_refused_as_an_input(run_cli: Any, model: Made, tmp_path: Path) -> None:
-    export(run_cli, model("deepseek_v3"), tmp_path / "out")
+    export(run_cli, model("kimi_linear"), tmp_path / "out")
     result = run_cli("inspect", tmp_path / "out" / "model.gguf")
     assert result.code == 3
     assert "moetool reads" in result.stderr

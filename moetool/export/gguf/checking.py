@@ -7,8 +7,9 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import WHOLE
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, stretch
 from moetool.format.gguf.words import layer_of
+from moetool.format.gguf.yarn import yarn_strengths
 from moetool.runtime.building import check_sizes
 
 _OF_STATE, _OF_KEYS = re.compile(r"\.(ssm_|shortconv\.)"), re.compile(r"\.attn_(k|kv_a_mqa)\.")

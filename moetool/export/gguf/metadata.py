@@ -6,7 +6,7 @@ import torch
 
 from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch, yarn_strengths
+from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -17,6 +17,7 @@ from moetool.format.gguf.words import (
     HEAD_WIDTHS,
     ROPE_BASE,
     ROPE_PATTERN,
+    SCALING,
     SHARED_WIDTH,
     STATES,
     WIDTH,
@@ -24,6 +25,7 @@ from moetool.format.gguf.words import (
     WINDOW_PATTERN,
     gguf_library,
 )
+from moetool.format.gguf.yarn import yarn_strengths
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -135,26 +137,24 @@ def _describe_rope(writer: "GGUFWriter", source: GgufSource) -> None:
         axes = list(rope.get("mrope_section") or source.family.axes)
         writer.add_array(f"{start}.rope.dimension_sections", [*axes, *(0 for _ in range(4 - len(axes)))])
     if kind == LONG_ROPE:
-        writer.add_uint32(
-            f"{start}.rope.scaling.original_context_length", int(rope["original_max_position_embeddings"])
-        )
-        writer.add_float32(f"{start}.rope.scaling.attn_factor", long_rope_strength(source))
+        writer.add_uint32(f"{start}.{SCALING}original_context_length", int(rope["original_max_position_embeddings"]))
+        writer.add_float32(f"{start}.{SCALING}attn_factor", long_rope_strength(source))
     if kind not in ROPE_SCALINGS:
         return
     factor = stretch(source)
-    writer.add_string(f"{start}.rope.scaling.type", kind)
-    writer.add_float32(f"{start}.rope.scaling.factor", factor)
+    writer.add_string(f"{start}.{SCALING}type", kind)
+    writer.add_float32(f"{start}.{SCALING}factor", factor)
     if kind == "yarn":
         original = rope.get("original_max_position_embeddings") or source.config.max_position_embeddings
-        writer.add_uint32(f"{start}.rope.scaling.original_context_length", int(original))
+        writer.add_uint32(f"{start}.{SCALING}original_context_length", int(original))
         for key in ("beta_fast", "beta_slow"):
             if (value := rope.get(key)) is not None:
-                writer.add_float32(f"{start}.rope.scaling.yarn_{key}", float(value))
+                writer.add_float32(f"{start}.{SCALING}yarn_{key}", float(value))
         attn_factor, log_multiplier = yarn_strengths(source.family, rope, factor)
         if attn_factor != 1:
-            writer.add_float32(f"{start}.rope.scaling.attn_factor", attn_factor)
+            writer.add_float32(f"{start}.{SCALING}attn_factor", attn_factor)
         if log_multiplier:
-            writer.add_float32(f"{start}.rope.scaling.yarn_log_multiplier", log_multiplier)
+            writer.add_float32(f"{start}.{SCALING}yarn_log_multiplier", log_multiplier)
 
 
 def _describe_windows(writer: "GGUFWriter", source: GgufSource) -> None:

@@ -198,6 +198,7 @@ class GgufFamily:
         modules: where transformers holds what has another name in a checkpoint: beginnings of paths in a layer.
         dense: matrices of a layer without experts.
         changes: tensors of a layer that a file has otherwise.
+        former: names of tensors of a layer in early files, and those of a checkpoint.
         scaled: tensors that a file has multiplied, without their layer, and what tells of a config by which number, or
             by which of each row.
         counts: further whole numbers, config keys and metadata keys, as `COUNTS`.
@@ -273,6 +274,7 @@ class GgufFamily:
     modules: Mapping[str, str] = field(default_factory=dict)
     dense: Mapping[str, str] = field(default_factory=lambda: without_experts("mlp"))
     changes: Mapping[str, Change] = field(default_factory=dict)
+    former: Mapping[str, str] = field(default_factory=dict)
     scaled: Mapping[str, Callable[["PreTrainedConfig"], float | Tensor]] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)

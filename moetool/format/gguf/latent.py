@@ -18,9 +18,12 @@ from moetool.format.gguf.routing import (
     ROUTED_AS_DEEPSEEK,
     SOFTMAX,
     UNBIASED,
+    WEIGHTS_NORM,
     other_indexer,
+    own_indexers,
     told_epsilon,
 )
+from moetool.format.gguf.words import OWN_INDEXERS
 
 
 def _apart(config: Config, matrix: Tensor) -> list[Tensor]:
@@ -55,6 +58,13 @@ LATENT_COUNTS: Mapping[str, str] = {
     **N_SHARED,
 }
 
+
+def _choice(config: Config) -> object:
+    """How DeepSeek-V2 chooses experts: among all, or among those of the groups with the best ones."""
+    [groups] = whole_numbers(config, "n_group")
+    return "greedy" if groups == 1 else "group_limited_greedy"
+
+
 _DEEPSEEK_V3 = replace(
     ROUTED_AS_DEEPSEEK,
     model_type="deepseek_v3",
@@ -62,6 +72,7 @@ _DEEPSEEK_V3 = replace(
     is_latent=True,
     names=LATENT_NAMES,
     changes=LATENT,
+    former={"attn_kv_b.weight": "self_attn.kv_b_proj.weight"},
     counts=LATENT_COUNTS,
     computes={"rope_interleave": (True,), **UNBIASED},
     remark=told_epsilon(
@@ -91,18 +102,27 @@ DEEPSEEK_V32 = replace(
     objection=other_indexer,
 )
 OF_LATENT: tuple[GgufFamily, ...] = (
-    _DEEPSEEK_V3,
-    replace(_DEEPSEEK_V3, model_type="glm4_moe_lite", cutting="glm4"),
+    # First, since early files of it do not say how it weighs experts.
     replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v2",
         groups_experts=False,
         flags={},
-        fixed=SOFTMAX,
+        fixed={**SOFTMAX, WEIGHTS_NORM: False},
         computes=UNBIASED,
+        implied={"topk_method": _choice},
         cutting="deepseek-llm",
     ),
+    _DEEPSEEK_V3,
+    replace(_DEEPSEEK_V3, model_type="glm4_moe_lite", cutting="glm4"),
     DEEPSEEK_V32,
-    replace(DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="glm-dsa", weighs_scores=False, cutting="glm4"),
+    replace(
+        DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        architecture="glm-dsa",
+        weighs_scores=False,
+        derived={OWN_INDEXERS: own_indexers},
+        cutting="glm4",
+    ),
     replace(_DEEPSEEK_V3, model_type="mistral4", architecture="mistral4", fixed=SOFTMAX, cutting="tekken"),
 )

@@ -15,12 +15,12 @@ ALL_BIASES = tuple(ATTENTION)
 UNBIASED: Mapping[str, tuple[object, ...]] = {"attention_bias": (False,)}
 
 # Weights of a token's experts: what a router computes them by, whether they add up to one, by what they are multiplied.
-_NORM, SCALE = "expert_weights_norm", "expert_weights_scale"
+WEIGHTS_NORM, SCALE = "expert_weights_norm", "expert_weights_scale"
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = ({GATING: number} for number in (1, 2, 3))
-SIGMOID_RENORMALIZED = {**SIGMOID, _NORM: True}
+SIGMOID_RENORMALIZED = {**SIGMOID, WEIGHTS_NORM: True}
 RENORMALIZED: Mapping[str, tuple[object, ...]] = {"norm_topk_prob": (True,)}
 NOT_RENORMALIZED: Mapping[str, tuple[object, ...]] = {"norm_topk_prob": (False,)}
-IF_RENORMALIZED = {"norm_topk_prob": _NORM}
+IF_RENORMALIZED = {"norm_topk_prob": WEIGHTS_NORM}
 SCALED = {"routed_scaling_factor": SCALE}
 NOT_SCALED: Mapping[str, tuple[object, ...]] = {"routed_scaling_factor": (1.0,)}
 
@@ -85,3 +85,8 @@ def other_indexer(config: "PreTrainedConfig") -> str | None:
     if config.index_head_dim < 64 or config.index_head_dim & (config.index_head_dim - 1):
         return "heads of its indexers are 64, 128, 256, … channels wide (index_head_dim)"
     return None
+
+
+def own_indexers(config: "PreTrainedConfig") -> list[bool]:
+    """Whether each layer points out the tokens that it looks closer at; the others take those of the last that does."""
+    return [kind == "full" for kind in config.indexer_types]

@@ -15,8 +15,8 @@ from torch import Tensor
 from moetool.format.gguf.delta_rules import KDA_CHANGES, KDA_MODULES, KDA_NAMES
 from moetool.format.gguf.family import Change, Config, GgufFamily, beside, changed, nearest, nothing, whole_numbers
 from moetool.format.gguf.latent import DEEPSEEK_V32
-from moetool.format.gguf.routing import other_scores
-from moetool.format.gguf.words import SHARED_EXPERT, halved, interleaved
+from moetool.format.gguf.routing import other_scores, own_indexers
+from moetool.format.gguf.words import OWN_INDEXERS, SHARED_EXPERT, halved, interleaved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -53,11 +53,6 @@ def _neighbours(name: str, width: Callable[[Config], int], *, keeps_inputs: bool
 def _of_indexer(name: str) -> Change:
     """Heads of an indexer, which gives places in a text and so no gradient: with the nearest codes of 8 bits."""
     return _neighbours(name, _head_of_indexer, keeps_inputs=False)
-
-
-def _own_indexers(config: "PreTrainedConfig") -> list[bool]:
-    """Whether each layer points out the tokens that it looks closer at; the others take those of the last that does."""
-    return [kind == "full" for kind in config.indexer_types]
 
 
 def _other_limit(config: "PreTrainedConfig") -> str | None:
@@ -117,7 +112,7 @@ _HY_V4 = replace(
         "hc_magnitude": "hyper_connection.magnitude",
         "swiglu_limit": "swiglu_clamp_exp",
     },
-    derived={"attention.indexer.types": _own_indexers},
+    derived={OWN_INDEXERS: own_indexers},
     objection=_other_hy_v4,
     cutting="hy_v4",
 )
@@ -184,7 +179,7 @@ _GLM5_NEXT = replace(
     },
     flags={**DEEPSEEK_V32.flags, "index_kpool_always_select_tail": "attention.indexer.kpool_select_tail"},
     fixed={**DEEPSEEK_V32.fixed, "attention.layer_norm_epsilon": 1e-6},
-    derived={"attention.indexer.types": _own_indexers, "attention.head_count_kv": _heads_of_keys},
+    derived={OWN_INDEXERS: own_indexers, "attention.head_count_kv": _heads_of_keys},
     objection=_other_glm5_next,
     cutting="glm4",
 )

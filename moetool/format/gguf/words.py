@@ -46,10 +46,10 @@ WIDTH, EXPERT_WIDTH, SHARED_WIDTH = (
 )
 SHARED_COUNT, PREDICTORS = "expert_shared_count", "nextn_predict_layers"
 DENSE_LAYERS, GROUPS = "leading_dense_block_count", ("expert_group_count", "expert_group_used_count")
-GATING, STATES = "expert_gating_func", "attention.recurrent_layers"
+GATING, STATES, OWN_INDEXERS = "expert_gating_func", "attention.recurrent_layers", "attention.indexer.types"
 EXPERT_COUNT, EXPERTS_USED = "expert_count", "expert_used_count"
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-ROPE_BASE, ROPE_PATTERN = "rope.freq_base", "attention.rope_pattern"
+ROPE_BASE, ROPE_PATTERN, SCALING = "rope.freq_base", "attention.rope_pattern", "rope.scaling."
 
 
 def gguf_library() -> ModuleType:

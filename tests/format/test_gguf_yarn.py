@@ -5,10 +5,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
-from moetool.export.gguf.rope import yarn_strengths
 from moetool.format.gguf.families import GGUF_FAMILIES
 from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.yarn import yarn_strengths, yarn_words
 
 FAMILIES = {family.model_type: family for family in GGUF_FAMILIES}
 ENTRIES = {
@@ -51,3 +52,16 @@ def check(family: GgufFamily, values: tuple[float | None, ...]) -> None:
     assert turned == pytest.approx(expected, rel=1e-12)
     if family.is_latent and factor > 1:
         assert scores == pytest.approx(scaled(factor, all_of or 0.0), rel=1e-12)
+    strengths = yarn_strengths(family, rope, factor)
+    again = yarn_strengths(family, yarn_words(family, *strengths, factor), factor)
+    assert again == pytest.approx(strengths, rel=1e-9, abs=1e-9)
+
+
+def test_words_are_those_that_models_are_published_with() -> None:
+    """DeepSeek-V2's and V3's, of metadata in fp32, as llama.cpp's converter writes them; Ministral 3's."""
+    for model_type, strength in (("deepseek_v3", 1.0), ("deepseek_v2", 0.707)):
+        multiplier = float(torch.tensor(0.1 * strength))
+        words = yarn_words(FAMILIES[model_type], 1.0, multiplier, 40.0)
+        assert words == pytest.approx({"mscale": strength, "mscale_all_dim": strength}, rel=1e-6)
+    assert yarn_words(FAMILIES["ministral3"], 1.0, 1.0, 16.0) == {"attention_factor": 1.0}
+    assert yarn_words(FAMILIES["qwen3_moe"], 1.0, 0.0, 4.0) == {}
