@@ -5,6 +5,7 @@ tokenizer from transformers, which reads GGUF's.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from tokenizers import Tokenizer
     from transformers import PreTrainedConfig
+
+_LOGGER = logging.getLogger(__name__)
 
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _VOCABULARY = "tokenizer.ggml."
@@ -339,12 +342,17 @@ class GgufModel:
         """transformers knows some names only of how a text is cut, and takes the others for GPT-2's."""
         from tokenizers import Regex, pre_tokenizers
 
-        cutting = CUTTINGS.get(str(self._field(f"{_VOCABULARY}pre")))
-        if cutting is None:
+        name = self._field(f"{_VOCABULARY}pre")
+        if (cutting := CUTTINGS.get(str(name))) is None:
+            _LOGGER.warning(
+                "The tokenizer in %s cuts a text in a way of which moetool does not know the rules (%s): tokens may "
+                "differ from the model's own. Give its own checkpoint where that matters.",
+                self.file,
+                name,
+            )
             return
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
-        if cutting.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+        steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cutting.patterns]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cutting.patterns))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.model.ignore_merges = cutting.ignores_merges

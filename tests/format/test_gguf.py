@@ -30,9 +30,8 @@ def test_rows_of_a_head_are_interleaved_and_back() -> None:
 def test_ways_to_cut_are_known_by_their_rules(name: str) -> None:
     cutting = CUTTINGS[name]
     steps = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
-    if cutting.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cutting.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cutting.patterns))
     found = cutting_name(cutting_of(rules(*steps, ignores_merges=cutting.ignores_merges)))
     assert found is not None
     assert CUTTINGS[found] == cutting

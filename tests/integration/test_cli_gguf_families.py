@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.gguf.families import READ
 
@@ -837,6 +838,39 @@ def test_the_name_of_a_familys_tokenizers_is_a_note_where_rules_have_none(
     assert "'deepseek-v3', as in this family's published" in export(run_cli, source, tmp_path / "out").stderr
     chosen = export(run_cli, source, tmp_path / "chosen", "--pre-tokenizer", "gpt-2")
     assert "published tokenizers" not in chosen.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("deepseek-v3", ["123", "45", "北京", "go", " don", "'t"]),
+        ("kimi-k2", ["123", "45", "北京", "go", " don't"]),
+        ("glm4", ["123", "45", "北京go", " don", "'t"]),
+        ("qwen35", ["1", "2", "3", "4", "5", "北京go", " don", "'t"]),
+        ("bloom", ["12345北京go", " don't"]),
+        ("falcon", ["123", "45", "北京go", " don", "'", "t"]),
+    ],
+)
+def test_the_tokenizer_of_a_file_cuts_a_text_as_its_name_says(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pieces: list[str]
+) -> None:
+    """transformers takes these names for GPT-2's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    export(run_cli, model("deepseek_v3"), tmp_path / "out", "--pre-tokenizer", name)
+    file, text = tmp_path / "out" / "model.gguf", "12345北京go don't"
+    tokenizer = load_tokenizer(Checkpoint.open(file).path).backend_tokenizer
+    places = [place for _, place in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[start:stop] for start, stop in places] == pieces
+
+
+def test_a_way_to_cut_a_text_that_moetool_does_not_know_is_told(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    export(run_cli, model("deepseek_v3"), tmp_path / "out", "--pre-tokenizer", "afmoe")
+    caplog.clear()
+    Checkpoint.open(tmp_path / "out" / "model.gguf")
+    assert "does not know the rules (afmoe)" in caplog.text
 
 
 def test_time_steps_that_llama_cpp_does_not_bound_are_a_note(run_cli: Any, model: Made, tmp_path: Path) -> None:
