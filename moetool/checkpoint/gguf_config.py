@@ -46,7 +46,14 @@ _LOGGER = logging.getLogger(__name__)
 _WINDOWED, _WHOLE, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _LEADING = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 # Said of a model elsewhere, too, or of nothing that transformers computes.
-_UNNEEDED = {"vocab_size", SHARED_WIDTH, *HEAD_WIDTHS[1:], f"{SCALING}finetuned", f"{SCALING}yarn_ext_factor"}
+_UNNEEDED = {
+    "vocab_size",
+    "use_parallel_residual",
+    SHARED_WIDTH,
+    *HEAD_WIDTHS[1:],
+    f"{SCALING}finetuned",
+    f"{SCALING}yarn_ext_factor",
+}
 _TOKENS = ("bos", "eos", "pad")
 
 
@@ -87,7 +94,8 @@ class GgufConfig(GgufMetadata):
         said |= {**self._numbers(), "num_hidden_layers": self.layers, "num_nextn_predict_layers": 0}
         said |= self._widths()
         said |= self._attention()
-        said |= {key: values[0] for key, values in family.computes.items()}
+        # None that is a tuple: it has infinity in it, which JSON has no number for and transformers assumes.
+        said |= {key: values[0] for key, values in family.computes.items() if not isinstance(values[0], tuple)}
         said |= {f"{kind}_token_id": self.tokens.get(kind) for kind in _TOKENS}
         self._check_fixed()
         classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
@@ -124,7 +132,9 @@ class GgufConfig(GgufMetadata):
                 continue
             if key == "num_key_value_heads" and self.entry(own) is None:  # as many as heads of queries
                 own = COUNTS["num_attention_heads"]
-            if key in COUNTS or self.entry(own) is not None:
+            if family.varies_heads and own == COUNTS["num_key_value_heads"]:
+                found[key] = max(self._key_heads)
+            elif key in COUNTS or self.entry(own) is not None:
                 found[key] = int(self.number(own))
             else:
                 found[key] = self._shared_count() if own == SHARED_COUNT else None
@@ -144,7 +154,8 @@ class GgufConfig(GgufMetadata):
             found[key] = word
         for own, (one, other) in family.products.items():
             product = int(self.number(own))
-            found[one] = product // found[other] if other in found else product
+            given, sought = (one, other) if one in found else (other, one)
+            found[sought] = product // found.get(given, 1)
         return found
 
     def _shared_count(self) -> int | None:
@@ -156,6 +167,16 @@ class GgufConfig(GgufMetadata):
     def _head_width(self) -> int:
         own, heads = self.entry(HEAD_WIDTHS[0]), self.number(COUNTS["num_attention_heads"])
         return int(own or self.number(COUNTS["hidden_size"]) // heads)
+
+    @cached_property
+    def _key_heads(self) -> list[int]:
+        """Heads of keys of each layer: none, or as many as others have."""
+        key = COUNTS["num_key_value_heads"]
+        said = self.entry(key)
+        found = said[: self.layers] if isinstance(said, list) else [self.number(key)] * self.layers
+        if len(found) != self.layers or len({*found} - {0}) != 1:
+            raise self.unread(f"layers that differ in {key}")
+        return found
 
     def _latent(self) -> dict[str, object]:
         """Channels of the heads of latent attention. In most files the widths of heads are those of the one head that
@@ -173,14 +194,16 @@ class GgufConfig(GgufMetadata):
         family = self.family
         width = int(self.number(WIDTH))
         if not family.is_moe:
-            return {"intermediate_size": width}
+            self.asked.update((EXPERT_COUNT, EXPERTS_USED))  # none, said by some converters
+            return {family.dense_width: width}
         found: dict[str, object] = {
             family.dense_width: width,
             family.experts_key: int(self.number(EXPERT_COUNT)),
             "num_experts_per_tok": int(self.number(EXPERTS_USED)),
         }
         if family.width_key != WIDTH:
-            found["moe_intermediate_size"] = int(self.number(family.width_key))
+            own = "moe_intermediate_size" if hasattr(self._defaults, "moe_intermediate_size") else "intermediate_size"
+            found[own] = int(self.number(family.width_key))
         if family.shared_width is not None:
             found[family.shared_width] = int(self.number(SHARED_WIDTH))
         if family.leads_dense:
@@ -203,13 +226,17 @@ class GgufConfig(GgufMetadata):
         family, rope = self.family, rotary_embeddings(self, self._head_width)
         found: dict[str, object] = self._latent() if family.is_latent else {"head_dim": self._head_width}
         if family.biases:
-            found["attention_bias"] = layer_in_file(0, "attn_q.bias") in self.shapes
+            has_bias = any(name.endswith(".attn_q.bias") for name in self.shapes)
+            found |= dict.fromkeys(("attention_bias", "use_qkv_bias"), has_bias)
         if family.has_head_norms:
             found["use_qk_norm"] = layer_in_file(0, "attn_q_norm.weight") in self.shapes
+        found["use_parallel_residual"] = layer_in_file(0, "ffn_norm.weight") not in self.shapes
         if hasattr(self._defaults, "indexer_types"):
             names = (layer_in_file(layer, "indexer.attn_k.weight") for layer in range(self.layers))
             own = self.entry(OWN_INDEXERS) or [name in self.shapes for name in names]
             found["indexer_types"] = ["full" if one else "shared" for one in own[: self.layers]]
+        if family.kinds_by_heads is not None:
+            found["layer_types"] = [family.kinds_by_heads[heads > 0] for heads in self._key_heads]
         if family.attention_interval is not None:
             step = int(self.number(family.attention_interval))
             found["layer_types"] = [_LINEAR if (layer + 1) % step else _WHOLE for layer in range(self.layers)]

@@ -231,6 +231,11 @@ class GgufModel:
             if self.written is not None:
                 whole = self._family.multiplied(own, self.written.config_of(layer), whole, power=-1)
             yield names[own], whole if heads is None else halved(whole, heads)
+        for name, (key, shape) in self._family.numbers.items() if layer >= 0 else ():
+            numbers = self._field(key)
+            if not isinstance(numbers, list) or len(numbers) < self.layers:
+                raise InvalidInputError(f"{self.file} lacks {key} in its metadata, a number for each layer.")
+            yield f"{template.format(layer=layer)}.{name}", torch.tensor(numbers[layer]).view(shape)
         others: set[str] = set()
         for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], template).items():
             if mine.issuperset(parts):

@@ -52,7 +52,21 @@ READ_MODELS = [
     for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
     if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, "glm4_moe_lite"}
 ]
-READ_STRUCTURES = ("gpt_oss", "gemma3-stretched", "glm4_moe", "qwen3_next", "deepseek_v3-scores", "glm_moe_dsa-shared")
+READ_STRUCTURES = (
+    "gpt_oss",
+    "gemma3-stretched",
+    "glm4_moe",
+    "qwen3_next",
+    "deepseek_v3-scores",
+    "glm_moe_dsa-shared",
+    "llama4_text",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
+    "stablelm-parallel",
+    "apertus",
+    "gpt2",
+)
 # With GELU, where the last bit of 16 may differ.
 _WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt")
 

@@ -134,7 +134,7 @@ class GgufSource(GgufFacts):
     def numbers(self) -> dict[str, list[str]]:
         """By keys of the metadata, tensors of the checkpoint of which these hold the numbers, layer by layer."""
         prefixes = [self.layer_prefix(layer) for layer in range(self.layers)]
-        return {own: [prefix + name for prefix in prefixes] for name, own in self.family.numbers.items()}
+        return {own: [prefix + name for prefix in prefixes] for name, (own, _) in self.family.numbers.items()}
 
     @cached_property
     def _joined(self) -> Mapping[str, list[str]]:

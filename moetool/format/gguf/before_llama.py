@@ -152,6 +152,7 @@ _GPT_BIGCODE = GgufFamily(
         **pair("transformer.ln_f", "output_norm"),
     },
     dense=FULLY_CONNECTED,
+    dense_width="n_inner",
     multipliers={"layer_norm_epsilon": EPSILON},
     computes={"activation_function": TANH_GELU, "scale_attn_weights": (True,), "multi_query": (True,)},
 )

@@ -227,7 +227,10 @@ _APERTUS = GgufFamily(
     slows_rope=True,
     names={"attention_layernorm.weight": "attn_norm.weight", "feedforward_layernorm.weight": "ffn_norm.weight"},
     dense=_UNGATED,
-    numbers={f"mlp.act_fn.{number}": f"xielu.{number}" for number in ("alpha_p", "alpha_n", "beta", "eps")},
+    numbers={
+        **{f"mlp.act_fn.alpha_{sign}": (f"xielu.alpha_{sign}", (1,)) for sign in ("p", "n")},
+        **{f"mlp.act_fn.{number}": (f"xielu.{number}", ()) for number in ("beta", "eps")},
+    },
     computes={"hidden_act": ("xielu",), "mlp_bias": (False,)},
 )
 DENSE: tuple[GgufFamily, ...] = (

@@ -151,6 +151,7 @@ class GgufFamily:
         mixes_layers: whether any layers may have no experts.
         skips_experts: whether layers have either experts or attention or a state, not two of them.
         varies_heads: whether a file says how many heads of keys each layer has; none, if it has no attention.
+        kinds_by_heads: words (`layer_types`) for layers that have no heads of keys, and for those that have some.
         attention_interval: metadata key of how many layers there are for one with attention, if they take turns.
         attends_beside_states: whether every layer has attention and a state.
         has_states: whether a file says which layers have a state in the place of attention.
@@ -209,7 +210,7 @@ class GgufFamily:
         derived: metadata keys of numbers or lists, and what makes each of the config; `None` is not written.
         of_whole: entries of the config of a whole model that sees, too, and metadata keys of whole numbers.
         constants: tensors of a layer, whole numbers all, that metadata holds, and its keys.
-        numbers: tensors of a layer, one number each, of which metadata hold those of all layers, and its keys.
+        numbers: tensors of a layer, one number each, of which metadata hold those of all layers; its keys, and shapes.
         joined: beginnings of the names of tensors of a layer that a file has one below the other, outside of layers.
         around: beginnings of the names of tensors that lie beside the language model's own and are of no part of it.
         choices: metadata that says in numbers what entries say in words.
@@ -231,6 +232,7 @@ class GgufFamily:
     mixes_layers: bool = False
     skips_experts: bool = False
     varies_heads: bool = False
+    kinds_by_heads: tuple[str, str] | None = None
     attention_interval: str | None = None
     attends_beside_states: bool = False
     has_states: bool = False
@@ -286,7 +288,7 @@ class GgufFamily:
     )
     of_whole: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     joined: Mapping[str, str] = field(default_factory=dict)
     around: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)

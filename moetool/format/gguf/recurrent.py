@@ -91,6 +91,14 @@ MAMBA2_COUNTS = {
     "mamba_n_groups": "ssm.group_count",
     "mamba_n_heads": "ssm.time_step_rank",
 }
+
+
+def _expanded(config: Config) -> int:
+    """How many times as wide as the model a Mamba layer is."""
+    heads, width, hidden = whole_numbers(config, "mamba_n_heads", "mamba_d_head", "hidden_size")
+    return heads * width // hidden
+
+
 _GRANITE_NAMES, _GRANITE_CHANGES = mamba2("mamba", "mamba_n_groups")
 _GRANITE_HYBRID = GgufFamily(
     "granitemoehybrid",
@@ -100,6 +108,7 @@ _GRANITE_HYBRID = GgufFamily(
     slows_rope=True,
     has_shared=True,
     varies_heads=True,
+    kinds_by_heads=("mamba", "attention"),
     biases=ALL_BIASES,
     shared_width="shared_intermediate_size",
     names=_GRANITE_NAMES,
@@ -108,6 +117,7 @@ _GRANITE_HYBRID = GgufFamily(
     multipliers=GRANITE,
     products={"ssm.inner_size": ("mamba_n_heads", "mamba_d_head")},
     computes={"mamba_conv_bias": (True,), "time_step_limit": ((0.0, math.inf),)},
+    implied={"mamba_expand": _expanded},
     choices={"position_embedding_type": ("rope.scaling.finetuned", {"rope": True, "nope": False, None: False})},
 )
 # Granite 4 without experts, whose feed-forward network is what a shared expert is beside others.
@@ -118,8 +128,10 @@ _GRANITE_HYBRID_DENSE = replace(
     is_moe=False,
     has_shared=False,
     shared_width=None,
+    dense_width="shared_intermediate_size",
     dense=_WITHOUT_OTHERS,
     changes={**_GRANITE_CHANGES, **_JOINED},
+    implied={**_GRANITE_HYBRID.implied, "num_local_experts": lambda _: 0},
 )
 # Without Mamba layers, too, it is an ordinary Granite.
 GRANITE_4_DENSE = replace(
@@ -250,6 +262,7 @@ _LFM2_MOE = GgufFamily(
     fixed=SIGMOID,
     computes={**RENORMALIZED, **NOT_SCALED, "use_expert_bias": (True,), "conv_bias": (False,)},
     varies_heads=True,
+    kinds_by_heads=("conv", "full_attention"),
     cutting="lfm2",
 )
 _LFM2 = replace(
@@ -260,6 +273,7 @@ _LFM2 = replace(
     is_square=True,
     fixed={},
     computes={"conv_bias": (False,)},
+    implied={"block_auto_adjust_ff_dim": lambda _: False},
 )
 RECURRENT: tuple[GgufFamily, ...] = (
     _LFM2_MOE,

@@ -175,6 +175,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
             "attn_scale": (0.1,),
             "attn_temperature_tuning": (True,),
         },
+        implied={"use_qk_norm": lambda config: config["num_local_experts"] != 128},
         objection=_other_llama4,
         slows_rope=True,
         cutting="llama4",
