@@ -474,6 +474,9 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 128},
 }
 
+# Families whose files are read as those of another, which computes the same.
+READ_AS_ANOTHER = ("glm4_moe_lite", "iquestcoder", "solar_open")
+
 
 def gguf_model(name: str, **changes: Any) -> Any:
     """A tiny model by its name above, with other entries of its config (of its language model's)."""

@@ -17,7 +17,8 @@ from moetool.architectures.base import experts_told
 from moetool.architectures.dense import find_dense_architecture
 from moetool.architectures.listing import families_with_experts
 from moetool.errors import InvalidInputError
-from moetool.format.gguf.families import GGUF_FAMILIES
+from moetool.format.gguf.families import GGUF_FAMILIES, READ
+from moetool.format.gguf.family import GgufFamily
 from moetool.quiet import quiet
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ import dense_families  # noqa: E402
 import derived_dense  # noqa: E402
 import derived_families  # noqa: E402
 import families  # noqa: E402
+import gguf_models  # noqa: E402
 
 HEADER = """# Model families
 
@@ -61,7 +63,8 @@ Where layers hand more than hidden states to each other (GLM-5 and HY-V4 with sh
 Gemma 4 with shared keys and values), calibration is refused.
 
 *GGUF*: the architecture that `export --format gguf` writes for llama.cpp; a tiny random model's logits in llama.cpp are
-compared with transformers' (`tests/integration/test_cli_gguf_families.py`). {written} families have one.
+compared with transformers' (`tests/integration/test_cli_gguf_families.py`). {written} families have one. Files
+of those with *(read)* behind it can be inputs, too: what is read of a tiny model's has its logits.
 
 | family | `model_type` | what was run, or why it is refused | GGUF |
 |---|---|---|---|
@@ -159,13 +162,20 @@ def in_gguf(model_type: str) -> str:
     """llama.cpp's name of the architecture; empty if moetool writes none."""
     with quiet():
         inner = AutoConfig.for_model(model_type).get_text_config().model_type
-    return next((one.architecture for one in GGUF_FAMILIES if one.model_type == inner), "")
+    return _named([one for one in GGUF_FAMILIES if one.model_type == inner])
 
 
 def dense_in_gguf(model_type: str) -> str:
     """The same of a model without experts."""
-    own = (one for one in GGUF_FAMILIES if not one.is_moe and one.model_type == model_type)
-    return next((one.architecture for one in own), "")
+    return _named([one for one in GGUF_FAMILIES if not one.is_moe and one.model_type == model_type])
+
+
+def _named(known: list[GgufFamily]) -> str:
+    """The architecture of the first of these, and whether its files are read."""
+    if not known:
+        return ""
+    is_read = known[0].model_type in {*READ, *gguf_models.READ_AS_ANOTHER}
+    return f"{known[0].architecture}{' (read)' if is_read else ''}"
 
 
 def text() -> str:

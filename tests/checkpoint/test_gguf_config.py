@@ -128,11 +128,55 @@ def test_layers_without_experts_are_counted_by_routers() -> None:
     assert found["use_qk_norm"] is False
 
 
+LATENT = {
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 512,
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128,
+    "rope.dimension_count": 64,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 40.0,
+    "rope.scaling.original_context_length": 4096,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+}
+
+
+def test_latent_attention() -> None:
+    """As llama.cpp's converter writes DeepSeek-V3, but for its sizes, and without a small vector for queries."""
+    found = config("deepseek_v3", {**EXPERTS, **LATENT, "expert_group_count": 8, "expert_group_used_count": 4})
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+    assert {key: found[key] for key in widths} == widths
+    assert (found["num_key_value_heads"], found["q_lora_rank"], found["norm_topk_prob"]) == (4, None, False)
+    assert (found["n_group"], found["topk_group"]) == (8, 4)
+    assert found["rope_parameters"] == {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    assert "head_dim" not in found
+
+
+@pytest.mark.parametrize(("groups", "choice"), [({}, "greedy"), ({"expert_group_count": 8}, "group_limited_greedy")])
+def test_how_deepseek_v2_chooses_follows_from_its_groups(groups: Mapping[str, int], choice: str) -> None:
+    used = {"expert_group_used_count": 3} if groups else {}
+    assert config("deepseek_v2", {**EXPERTS, **LATENT, **groups, **used})["topk_method"] == choice
+
+
+def test_kinds_of_layers_follow_from_their_heads_of_keys() -> None:
+    found = config("lfm2", {"attention.head_count_kv": [0, 2, 0]})
+    assert found["layer_types"] == ["conv", "full_attention", "conv"]
+    assert found["num_key_value_heads"] == 2
+    assert found["block_auto_adjust_ff_dim"] is False
+
+
 @pytest.mark.parametrize(
     ("model_type", "entries", "said"),
     [
         ("gpt_oss", {**EXPERTS, "expert_gating_func": 2}, "gpt-oss.expert_gating_func = 2 where others have 3"),
         ("llama", {"attention.head_count_kv": [2, 2, 4]}, "layers that differ in attention.head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 4]}, "layers that differ in attention.head_count_kv"),
+        ("deepseek_v2", {**EXPERTS, **LATENT, "expert_weights_norm": True}, "expert_weights_norm = True"),
         ("llama", {"rope.scaling.type": "odd"}, "rotary embeddings of a kind (odd)"),
         ("gemma2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "other layers than"),
         ("gpt_oss", {**EXPERTS, "attention.sliding_window": 8, "rope.freq_base_swa": 5.0}, "in layers with windows"),

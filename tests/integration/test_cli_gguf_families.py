@@ -13,7 +13,7 @@ import torch
 from around_dense import AROUND_DENSE
 from checkpoints import config_of, copy_of, load, tensors_of
 from families import add_prediction_layer
-from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, WHOLE, WINDOW, gguf_model
+from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, READ_AS_ANOTHER, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
@@ -46,11 +46,10 @@ STRUCTURES = (
     "llama4",
     *DENSE_STRUCTURES,
 )
-# Files of GLM-4.7-Flash are read as those of DeepSeek-V3; those of InternLM 3 and iQuestCoder as those of a Llama.
 READ_MODELS = [
     name
     for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
-    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, "glm4_moe_lite"}
+    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, *READ_AS_ANOTHER}
 ]
 READ_STRUCTURES = (
     "gpt_oss",
@@ -152,6 +151,21 @@ def test_a_file_is_read_as_the_model_that_it_was_made_of(
     tokens = torch.arange(3, 67)[None]
     before, after = (load(path)(tokens).logits.detach() for path in (model(name), found.path))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "name", sampled(("deepseek_v3", "llama4_text", "lfm2_moe", "granitemoehybrid"), ("deepseek_v3", "lfm2_moe"))
+)
+def test_commands_take_a_quantized_file(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    assert export(run_cli, model(name), tmp_path / "out", "--type", "q4_k").code == 0
+    file = tmp_path / "out" / "model.gguf"
+    plan = run_cli("compress", file, tmp_path / "none", "--method", "hybrid", "--ratio", 0.3, "--dry-run", "--json")
+    assert plan.code == 0, plan.stderr
+    result = run_cli("compress", file, tmp_path / "small", "--method", "quantize", "--bits", 4, "--json")
+    assert result.code == 0, result.stderr
 
 
 def test_an_early_file_of_deepseek_is_read_as_a_later_one(
