@@ -66,6 +66,8 @@ READ_STRUCTURES = (
     "apertus",
     "gpt2",
 )
+# Through which a text can go layer by layer.
+CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared"]
 # With GELU, where the last bit of 16 may differ.
 _WITH_GELU = ("gemma", "starcoder2", "phi-", "gpt2", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt")
 
@@ -264,7 +266,7 @@ def test_llama_cpp_chooses_the_same_blocks_of_a_text(run_cli: Any, model: Any, t
         assert ((found - expected).norm() < 1e-4 * expected.norm()) == flash_attn
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, STRUCTURES))
+@pytest.mark.parametrize("name", sampled(CALIBRATED, STRUCTURES))
 def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, tiny_text: Path, name: str) -> None:
     """Also of layers without experts or attention; what nothing is known of the inputs of has the nearest codes."""
     text = "--calibration", tiny_text, "--samples", 2, "--sequence-length", 32
@@ -283,7 +285,7 @@ def test_codes_are_chosen_on_a_text(run_cli: Any, model: Made, tmp_path: Path, t
     assert {tensor.name.rpartition(".")[0] for tensor in measured} <= known
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, STRUCTURES))
+@pytest.mark.parametrize("name", sampled(CALIBRATED, STRUCTURES))
 def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
     run_cli: Any, model: Made, tmp_path: Path, tiny_text: Path, name: str
 ) -> None:
