@@ -13,6 +13,7 @@ from moetool.architectures import Role
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import LayerBase, base_path, unweighted_base
 from moetool.calibration.collectors import LayerStatistics
+from moetool.calibration.output_gradients import metric_path
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.identity import is_known_as
@@ -50,6 +51,10 @@ class GivenBase(ABC):
     def statistics(self, layer: int) -> LayerStatistics | None:
         """Statistics measured while the base was made; `None` where there are none."""
         return None
+
+    def metrics(self) -> list[Path]:
+        """Files that say how errors at the output of each layer's experts count together, where that was measured."""
+        return []
 
 
 class MergedBase(GivenBase):
@@ -95,13 +100,18 @@ class SavedBase(GivenBase):
 
     @cached_property
     def fingerprint(self) -> str:
-        return digest_of(file_sha256(base_path(self._directory, layer)).encode() for layer in self._layers)
+        files = [*(base_path(self._directory, layer) for layer in self._layers), *self.metrics()]
+        return digest_of(file_sha256(file).encode() for file in files)
 
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         return LayerBase.load(base_path(self._directory, layer))
 
     def statistics(self, layer: int) -> LayerStatistics | None:
         return LayerBase.load(base_path(self._directory, layer)).statistics
+
+    def metrics(self) -> list[Path]:
+        paths = (metric_path(self._directory, layer) for layer in self._layers)
+        return [path for path in paths if path.exists()]
 
 
 class DenseBase(GivenBase):

@@ -21,7 +21,6 @@ from moetool.calibration.collectors import (
     UsageCollector,
 )
 from moetool.calibration.observation import Collector
-from moetool.calibration.output_gradients import OutputGradients
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
@@ -187,15 +186,9 @@ def no_base(shape: MoEShape, dtype: torch.dtype, statistics: LayerStatistics | N
 
 
 def measured_base(
-    calibrated: CalibratedJob,
-    index: int,
-    layer: nn.Module,
-    method: Merge,
-    others: Sequence[Collector] = (),
-    outputs: OutputGradients | None = None,
+    calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, others: Sequence[Collector] = ()
 ) -> LayerBase:
-    """Run a loaded layer backwards, measure it, also by `others`, and merge its experts. What gradients at `outputs`
-    are measured is kept among the statistics.
+    """Run a loaded layer backwards, measure it, also by `others`, and merge its experts.
 
     The base is rounded to the storage dtype here, before any delta is taken against it, so that the deltas
     absorb the rounding.
@@ -210,11 +203,10 @@ def measured_base(
     fisher = FisherCollector(calibrated.model.matrix, reader.shape, device, frequency, scale)
     regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
     calibrated.gradient_sweep.backward(
-        index, layer, [usage, fisher, *(other for other in (regression, outputs) if other is not None), *others]
+        index, layer, [usage, fisher, *([regression] if regression is not None else []), *others]
     )
     rows = {role: to_cpu(sums / calibrated.gradient_sweep.count).float() for role, sums in fisher.rows.items()}
-    mean = None if outputs is None else outputs.mean()
-    statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy, mean)
+    statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*found) for role, found in regression.sums().items()}
     stored = calibrated.weights(index, layer)
     matrices: dict[Role, Tensor] = {}

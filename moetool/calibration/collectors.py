@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import ClassVar
@@ -34,30 +34,22 @@ class LayerStatistics:
             is the mean over windows of the squared gradient of the window's mean next-token loss, by output channel.
             Zeros where no gradients were computed.
         channel_energy: `[intermediate]` fp64, Σ over tokens of the squared routing-weighted activation.
-        outputs: `[hidden, hidden]` fp32, the second moment of the gradients at the experts' output (`OutputGradients`),
-            where stages that follow need it.
     """
 
     tokens: Tensor
     fisher: dict[Role, Tensor]
     channel_energy: Tensor
-    outputs: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all statistics as named tensors, which `from_tensors` reads back from a safetensors file."""
         fisher = {f"fisher.{role}": rows for role, rows in self.fisher.items()}
-        outputs = {} if self.outputs is None else {"outputs": self.outputs}
-        return {"tokens": self.tokens, "channel_energy": self.channel_energy, **fisher, **outputs}
+        return {"tokens": self.tokens, "channel_energy": self.channel_energy, **fisher}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "LayerStatistics":
         """Make the statistics of a layer from the named tensors of `tensors`."""
         fisher = {role: tensors[f"fisher.{role}"] for role in ROLES if f"fisher.{role}" in tensors}
-        return cls(tensors["tokens"], fisher, tensors["channel_energy"], tensors.get("outputs"))
-
-    def of_result(self) -> "LayerStatistics":
-        """What is kept beside a compressed model: no stage that follows needs the gradients at outputs."""
-        return replace(self, outputs=None)
+        return cls(tensors["tokens"], fisher, tensors["channel_energy"])
 
     @classmethod
     def from_usage(cls, usage: "UsageCollector", shape: MoEShape) -> "LayerStatistics":

@@ -35,17 +35,14 @@ class OutputGradients(Collector):
     def reduce(self, peers: Peers) -> None:
         peers.all_reduce(self._gram.matrix())
 
-    def mean(self) -> Tensor:
-        """The mean of `g gᵀ` over all tokens, `[hidden, hidden]` fp32 in nats², on the CPU."""
-        return (self._gram.matrix() * (self._scale / self._tokens)).float().cpu()
-
     def save(self, path: Path) -> None:
-        """Write the mean to a safetensors file."""
-        save_tensors(path, {"mean": self.mean()})
+        """Write the mean of `g gᵀ` over all tokens, `[hidden, hidden]` fp32 in nats², to a safetensors file."""
+        save_tensors(path, {"mean": (self._gram.matrix() * (self._scale / self._tokens)).float().cpu()})
 
 
 def metric_path(work: Path, layer: int) -> Path:
-    """The file in which a layer's mean of `g gᵀ` waits for the layer to be encoded."""
+    """The file in a directory, of work or of a base, in which a layer's mean of `g gᵀ` waits for the layer to be
+    encoded."""
     return work / f"metric-{layer:05d}.safetensors"
 
 

@@ -37,7 +37,7 @@ def rotary_embeddings(metadata: GgufMetadata, head_width: int) -> dict[str, Any]
 
 
 def _yarn(metadata: GgufMetadata, factor: float) -> dict[str, object]:
-    """Further parameters of YaRN."""
+    """Entries of `rope_parameters` that a model stretched by YaRN has, beside its kind, base and factor."""
     found: dict[str, object] = {
         "original_max_position_embeddings": int(metadata.number(f"{SCALING}original_context_length"))
     }

@@ -286,7 +286,7 @@ def run_encoding(
         OutputPlan(job.source, layouts, job.options.shard_size),
         encoding.tensors,
         entry=entry_for(layouts, job.source, method=stage),
-        statistics={layer: measured.of_result() for layer, measured in statistics.items()},
+        statistics=statistics,
         calibration=facts,
         layers=told,
         seed=seed,

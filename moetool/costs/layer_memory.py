@@ -89,12 +89,12 @@ class Measuring:
 
 
 def _slopes(shape: MoEShape) -> int:
-    """Bytes of the sample of one expert's slopes."""
+    """Count the bytes of one expert's activation slopes on a sample of its tokens."""
     return 4 * MOST_SLOPES * len(shape.entering) * shape.intermediate
 
 
 def _linked_rows(shape: MoEShape) -> int:
-    """Bytes that it takes to have errors in the rows of one expert's matrices count together."""
+    """Count the bytes that it takes to have errors in the rows of one expert's matrices count together."""
     rows = min(LINKED_ROWS, max(shape.hidden, shape.intermediate))
     return 4 * (3 * LINKED_ROWS * rows + shape.expert_parameters)
 

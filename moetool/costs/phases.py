@@ -76,7 +76,7 @@ def base_phases(cost: CalibrationCost | None, size: ModelSize, written: int) -> 
     if cost is None:
         return (Phase(WRITE, merging(size) + writing(size.nbytes, written, 0)),)
     few = gradient_cost(cost)
-    return gradient_phases(few, size, fisher(few, size))
+    return gradient_phases(few, size, fisher(few, size) + output_moments(few, size))
 
 
 def factor_phases(

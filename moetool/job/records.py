@@ -1,13 +1,15 @@
 """Files that stages leave beside the weights for later stages: statistics, and a manifest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.files import save_tensors
+from moetool.calibration.output_gradients import load_moment, metric_path
+from moetool.checkpoint.files import copy_file, save_tensors
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.source import first_line
@@ -15,12 +17,13 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
 from moetool.job.job import Input, Source
 
-STATISTICS = Path("moetool") / "statistics.safetensors"
+OWN = Path("moetool")  # the directory beside the weights where no loader looks
+STATISTICS = OWN / "statistics.safetensors"
 TOKENIZER = "tokenizer.json"
 
 
 def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:
-    """Keep what was measured beside the weights, in a directory of its own where no loader looks; returns the files."""
+    """Keep what was measured beside the weights, and return the files."""
     if not statistics:
         return []
     tensors = {
@@ -59,7 +62,6 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
         fits = layer in source.experts.moe_layers and measured.tokens.shape == (shape.experts,)
         fits = fits and measured.channel_energy.shape == (shape.intermediate,)
         fits = fits and {role: tuple(fisher.shape) for role, fisher in measured.fisher.items()} == rows
-        fits = fits and (measured.outputs is None or measured.outputs.shape == (shape.hidden, shape.hidden))
         if not fits or not all(map(is_finite, measured.tensors().values())):
             raise InvalidInputError(
                 f"{path} does not fit the experts of layer {layer}. Delete it: what a stage needs of it is measured "
@@ -68,17 +70,44 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
     return found
 
 
+def metrics_of(source: Source) -> dict[int, Path]:
+    """Find, by layer, the files that say how errors at the output of its experts count together, which stages hand on
+    from `fisher-merge`."""
+    paths = {layer: metric_path(source.checkpoint.path / OWN, layer) for layer in source.experts.moe_layers}
+    return {layer: path for layer, path in paths.items() if path.exists()}
+
+
+def keep_metrics(directory: Path, metrics: Iterable[Path]) -> list[Path]:
+    """Keep files of `metrics_of`, or of a base, beside the weights, and return the copies."""
+    return [copy_file(path, directory / OWN / path.name) for path in metrics]
+
+
 def check_records(source: Input) -> None:
     """Read what earlier stages have left in a checkpoint's directory beside the weights, if they have, and the
     tokenizer, which is passed on as it is.
 
     Raises:
-        InvalidInputError: the manifest, the statistics or `tokenizer.json` are damaged.
+        InvalidInputError: the manifest, the statistics, metrics of outputs or `tokenizer.json` are damaged.
     """
     _check_tokenizer(source.checkpoint.path)
     manifest_of(source.checkpoint.path)
     if isinstance(source, Source):
         read_statistics(source)
+        _check_metrics(source)
+
+
+def _check_metrics(source: Source) -> None:
+    """Read all files of `metrics_of`, one after the other, as they are large."""
+    hidden = source.experts.shape.hidden
+    for path in metrics_of(source).values():
+        try:
+            moment = load_moment(path, torch.device("cpu"))
+        except (SafetensorError, OSError, KeyError) as error:
+            raise InvalidInputError(
+                f"{path} is damaged ({first_line(error)}). Delete it: errors then count by channel."
+            ) from error
+        if moment.shape != (hidden, hidden) or not is_finite(moment):
+            raise InvalidInputError(f"{path} does not fit the model. Delete it: errors then count by channel.")
 
 
 def _check_tokenizer(directory: Path) -> None:

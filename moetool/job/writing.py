@@ -37,7 +37,7 @@ from moetool.job.including import included_tensors
 from moetool.job.job import Input, Job, Source, SourceT
 from moetool.job.progress import phase
 from moetool.job.proof import prove
-from moetool.job.records import write_statistics
+from moetool.job.records import keep_metrics, write_statistics
 from moetool.job.result import CalibrationFacts, Printed
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.runtime.memory import return_heap
@@ -72,6 +72,7 @@ def write_model(
     *,
     entry: Mapping[str, object] | None,
     statistics: Mapping[int, LayerStatistics],
+    metrics: Iterable[Path] = (),
     calibration: CalibrationFacts | None = None,
     layers: Callable[[], Mapping[int, Printed]] = dict,
     seed: int = 0,
@@ -85,6 +86,7 @@ def write_model(
         layer_tensors: makes the expert tensors of one MoE layer, by full name on disk, one at a time.
         entry: `quantization_config` to write; `None` leaves an ordinary checkpoint.
         statistics: what was measured, by layer, kept beside the weights for later stages.
+        metrics: files that say how errors at the experts' output count together, kept there, too.
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer, asked for when all are written.
         seed: of the job.
@@ -110,6 +112,7 @@ def write_model(
         tensors,
         config=plan.config(config),
         statistics=statistics,
+        metrics=metrics,
         provenance=passed_on(checkpoint),
         calibration=calibration,
         layers=layers,
@@ -145,6 +148,7 @@ def write_checkpoint(
     *,
     config: Mapping[str, object],
     statistics: Mapping[int, LayerStatistics] = MappingProxyType({}),
+    metrics: Iterable[Path] = (),
     provenance: Provenance | None = None,
     calibration: CalibrationFacts | None = None,
     layers: Callable[[], Mapping[int, Printed]] = dict,
@@ -160,6 +164,7 @@ def write_checkpoint(
         unit_tensors: makes the tensors of one layer (-1: of everything else), one at a time.
         config: `config.json` to write.
         statistics: what was measured, by layer, kept beside the weights for later stages.
+        metrics: files that say how errors at the experts' output count together, kept there, too.
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer, asked for when all are written.
         provenance: what the manifest says the model was made of.
@@ -209,6 +214,7 @@ def write_checkpoint(
         check(made)
     known = {writer.file(shard): str(job.workspace.told(f"write/{shard}")[SHA256]) for shard in sizes}
     files += [*copy_sidecars(checkpoint, job.output), *write_statistics(job.output, statistics)]
+    files += keep_metrics(job.output, metrics)
     coming = {CONFIG: config, INDEX: writer.index()}
     record_origin(
         job,

@@ -14,7 +14,7 @@ from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
 
 
 class OutputNorm(Protocol):
-    """R [out, out], invertible."""
+    """A norm of errors E [out, in] at the outputs of a matrix, ‖R E‖ with an invertible R [out, out]."""
 
     def times(self, matrix: Tensor) -> Tensor:
         """R M for M [out, n], on its device and in its dtype."""

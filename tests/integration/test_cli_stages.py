@@ -77,6 +77,33 @@ def test_stages_by_hand_give_the_bytes_of_compress(request, run_cli, calibration
     assert contents(by_hand)[statistics] == contents(at_once)[statistics]
 
 
+def test_what_errors_cost_together_is_handed_on_to_svd_compress(run_cli, calibration, tiny_mixtral, tmp_path):
+    made = chain(
+        run_cli,
+        tmp_path,
+        ("fisher-merge", tiny_mixtral, "base", *calibration),
+        ("decompose", tiny_mixtral, "decomposed", "--base", tmp_path / "base"),
+        ("prune-base", "decomposed", "pruned", "--ratio", 0.1),
+        ("svd-compress", "pruned", "small", *calibration, "--ratio", 0.4),
+    )
+    metrics = [f"metric-{layer:05d}.safetensors" for layer in range(3)]
+    for earlier in ("decomposed", "pruned"):
+        found = contents(tmp_path / earlier)
+        assert all(found[f"moetool/{name}"] == contents(tmp_path / "base")[name] for name in metrics)
+    assert not any("metric" in name for name in contents(made))
+    small = (*calibration, "--ratio", 0.4)
+    for name in metrics:
+        file = tmp_path / "pruned" / "moetool" / name
+        file.write_bytes(file.read_bytes()[:-40])
+        result = run_cli("svd-compress", tmp_path / "pruned", tmp_path / "not-made", *small)
+        assert result.code == 3
+        assert f"{name} is damaged" in result.stderr
+        file.unlink()
+    result = run_cli("svd-compress", tmp_path / "pruned", tmp_path / "by-channel", *small)
+    assert result.code == 0, result.stderr
+    assert weights(tmp_path / "by-channel") != weights(made)
+
+
 def test_stages_by_hand_in_shards(run_cli, calibration, tiny_mixtral_sharded, tmp_path):
     """Every stage reads and writes several weight files."""
     shards = ("--shard-size", "60kB")
@@ -218,8 +245,8 @@ def test_mean_base_needs_no_calibration(run_cli, tiny_mixtral, mean_decomposed, 
 
 
 def test_fisher_merge_writes_no_model(base):
-    files = [f"base-{layer:05d}.safetensors" for layer in range(3)]
-    assert sorted(contents(base)) == ["README.md", *files, "moetool.json"]
+    files = [f"{kind}-{layer:05d}.safetensors" for kind in ("base", "metric") for layer in range(3)]
+    assert sorted(contents(base)) == sorted(["README.md", *files, "moetool.json"])
 
 
 def test_stages_are_repeatable(run_cli, base, decomposed, calibration, tiny_mixtral, tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,7 @@ from moetool.bases.delta import Deltas, delta
 from moetool.bases.layer_base import LayerBase
 from moetool.calibration.collectors import GramCollector
 from moetool.calibration.observation import Collector
+from moetool.calibration.output_gradients import metric_path
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.slopes import SlopeSamples
@@ -115,47 +116,6 @@ class SpectrumFile:
         return self._read(f"{role}.{expert}.spectrum"), self._read(f"{role}.{expert}.total").item()
 
 
-def measured_grams(
-    calibrated: CalibratedJob,
-    sweep: Sweep,
-    index: int,
-    layer: nn.Module,
-    base: LayerBase,
-    owned: Owned,
-    options: FactorChoices,
-    *,
-    keep: bool,
-    others: Sequence[Collector] = (),
-) -> GramCollector:
-    """Run a loaded layer forwards and collect the second moments that its factors need, each delta's for the process
-    that has it.
-
-    Args:
-        calibrated: the job, with the model.
-        sweep: the windows to run.
-        index: the number of the layer.
-        layer: the loaded layer.
-        base: the base that deltas are taken to.
-        owned: the deltas of each process.
-        options: by which errors at outputs count together; then slopes of activations are sampled, too.
-        keep: whether the layer's output is written.
-        others: collectors that observe the same pass.
-    """
-    shape, device, matrix = calibrated.source.experts.shape, calibrated.job.device, calibrated.model.matrix
-    down = base.full("down").to(device)
-    each = sweep.length * shape.top_k  # of a window
-
-    def down_delta(expert: int) -> Tensor:
-        return delta(matrix(expert, "down"), down)
-
-    before, at_once = sweep.own.start * each, calibrated.experts_at_once
-    linked = options.links_outputs and base.statistics is not None and base.statistics.outputs is not None
-    slopes = SlopeSamples.within(sweep, shape) if linked else None
-    grams = GramCollector(shape, down_delta, sweep.count * each, device, owned, before, at_once, slopes=slopes)
-    sweep.forward(index, layer, [grams, *others], keep=keep)
-    return grams
-
-
 def measuring_owners(shape: MoEShape, share: SharedFactor, peers: Peers) -> Owned:
     """Assign the deltas of a layer to processes for factorization: all to the first if experts share a factor."""
     return Owned(shape, peers) if share == "none" else Owned.by_first(shape, peers)
@@ -171,21 +131,61 @@ class LayerFactors:
         options: FactorChoices,
         grams: GramCollector | None,
         owned: Owned | None = None,
+        metric: LayerMetric | None = None,
     ) -> None:
         """Take the `grams` that were collected on this layer, if there is a text; `owned` says which process has which
-        deltas, by default this one all."""
+        deltas, by default this one all. Errors at outputs count together by the `metric`, if there is one."""
         self._owned = owned or Owned(shape, Peers())
         self._shape, self._deltas, self._share = shape, deltas, options.share
         count = shape.experts
         self._energy = torch.zeros(len(ROLES), count, dtype=torch.float64) if grams is None else grams.energy
         self._tokens = torch.zeros(count, dtype=torch.int64) if grams is None else grams.tokens()
-        self._svd, self._grams = LayerSvd(options.svd, grams), grams
-        self._metric: LayerMetric | None = None
+        self._svd, self._grams, self._metric = LayerSvd(options.svd, grams), grams, metric
         self._last: tuple[int, ExpertMetric] | None = None  # of the expert in hand, whose gate and up have it in common
-        statistics = deltas.base.statistics
-        if statistics is not None and statistics.outputs is not None and grams is not None and grams.slopes is not None:
-            self._metric = LayerMetric(statistics.outputs.to(deltas.device), grams, shape, deltas.weights)
         self._sensitivity = LayerSensitivity(options.sensitivity, deltas.base.statistics, self._energy, self._tokens)
+
+    @classmethod
+    def on_text(
+        cls,
+        calibrated: CalibratedJob,
+        sweep: Sweep,
+        index: int,
+        layer: nn.Module,
+        base: LayerBase,
+        owned: Owned,
+        options: FactorChoices,
+        *,
+        keep: bool,
+        others: Sequence[Collector] = (),
+    ) -> Self:
+        """Run a loaded layer forwards and collect what its factors need, each delta's for the process that has it.
+
+        Args:
+            calibrated: the job, with the model, and a metric of the layer in its work directory if it was measured.
+            sweep: the windows to run.
+            index: the number of the layer.
+            layer: the loaded layer.
+            base: the base that deltas are taken to.
+            owned: the deltas of each process.
+            options: kind of SVD, weights of errors, common factor.
+            keep: whether the layer's output is written.
+            others: collectors that observe the same pass.
+        """
+        job, shape, matrix = calibrated.job, calibrated.source.experts.shape, calibrated.model.matrix
+        down = base.full("down").to(job.device)
+        each = sweep.length * shape.top_k  # of a window
+
+        def down_delta(expert: int) -> Tensor:
+            return delta(matrix(expert, "down"), down)
+
+        before, at_once = sweep.own.start * each, calibrated.experts_at_once
+        linked = options.links_outputs and metric_path(job.work, index).exists()
+        slopes = SlopeSamples.within(sweep, shape) if linked else None
+        grams = GramCollector(shape, down_delta, sweep.count * each, job.device, owned, before, at_once, slopes=slopes)
+        sweep.forward(index, layer, [grams, *others], keep=keep)
+        weights = calibrated.weights(index, layer)
+        metric = LayerMetric.of_layer(job.work, index, job.device, grams, shape, weights) if linked else None
+        return cls(shape, Deltas(weights, base, job.device), options, grams, owned, metric)
 
     def measure(self, file: SpectrumFile) -> None:
         """Compute the spectra of the layer's deltas, shared among all processes, and write them to a file."""

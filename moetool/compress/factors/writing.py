@@ -18,7 +18,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.delta_encoding import agreed_layouts
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
-from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams
+from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.ranking import (
     FACTORS,
@@ -102,9 +102,7 @@ class FactoredLayers:
         method: str,
     ) -> None:
         """Write the checkpoint shard by shard, encoding the layers of each shard before it is written."""
-        statistics = {
-            entry.layer: entry.statistics.of_result() for entry in self.spectra if entry.statistics is not None
-        }
+        statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
         write_model(
             self.job,
             self._plan(layouts),
@@ -169,13 +167,15 @@ def finish(
         owned: Owned,
         others: Sequence[Collector] = (),
     ) -> Iterator[tuple[str, Tensor]]:
-        weights, grams = reader.weights(layer), None
-        if calibrated is not None:
+        if calibrated is None:
+            deltas = Deltas(reader.weights(layer), base, job.device)
+            found = LayerFactors(reader.shape, deltas, options, None, owned)
+        else:
             sweep = calibrated.sweep
-            grams = measured_grams(calibrated, sweep, layer, module, base, owned, options, keep=True, others=others)
-            weights = calibrated.weights(layer, module)
-        deltas = Deltas(weights, base, job.device)
-        return LayerFactors(reader.shape, deltas, options, grams, owned).encode(layout, reader.dtype)
+            found = LayerFactors.on_text(
+                calibrated, sweep, layer, module, base, owned, options, keep=True, others=others
+            )
+        return found.encode(layout, reader.dtype)
 
     def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         if refining is None or calibrated is None:
@@ -308,10 +308,10 @@ def factor_plan(
     layers, hidden = source.architecture.layers, reader.shape.hidden
     base_bytes = len(reader.shape.roles) * base_channels * hidden * reader.dtype.itemsize
     for_each = SpectrumFile(Path(), 0, reader.shape, options.share).nbytes + base_bytes
-    if gradients:  # what errors cost
+    if refine:  # the bases as they were
+        for_each += base_bytes
+    if refine or (gradients and options.links_outputs):  # what errors cost
         for_each += 4 * hidden**2
-    if refine:  # the bases as they were, and what errors cost
-        for_each += base_bytes + 4 * hidden**2
     backward = cost.backward_scratch(reader, at_once) if gradients else 0
     refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
     forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)

@@ -10,14 +10,13 @@ from torch import nn
 
 from moetool.architectures import Role
 from moetool.bases.choices import BaseCompression, Merge
-from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.bases.pruning import plan_pruning
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
 from moetool.compress.delta_encoding import refuse_compressed
-from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measuring_owners
 from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.writing import (
     FactoredLayers,
@@ -173,19 +172,17 @@ class D2MoE(Stage[D2MoEOptions]):
         calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
         def visit(index: int, layer: nn.Module) -> None:
-            outputs = OutputGradients(calibrated.gradient_sweep, job.device)
-            base = measured_base(calibrated, index, layer, options.merge, outputs=outputs).pruned(pruning)
-            if options.refine and job.ranks.is_first:
-                outputs.save(metric_path(job.work, index))
+            has_metric = options.links_outputs or options.refine > 0
+            metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if has_metric else []
+            base = measured_base(calibrated, index, layer, options.merge, metrics).pruned(pruning)
+            if metrics and job.ranks.is_first:
+                metrics[0].save(metric_path(job.work, index))
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)
             owned = measuring_owners(reader.shape, options.share, job.ranks)
-            sweep = calibrated.gradient_sweep
-            grams = measured_grams(calibrated, sweep, index, layer, base, owned, options, keep=False)
-            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            file = SpectrumFile(job.work, index, reader.shape, options.share)
-            LayerFactors(reader.shape, deltas, options, grams, owned).measure(file)
+            file, sweep = SpectrumFile(job.work, index, reader.shape, options.share), calibrated.gradient_sweep
+            LayerFactors.on_text(calibrated, sweep, index, layer, base, owned, options, keep=False).measure(file)
 
         calibrated.reverse(visit, passes=2)
         return calibrated

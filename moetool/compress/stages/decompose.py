@@ -75,12 +75,12 @@ class Decompose(Stage[DecomposeOptions]):
 
     def plan(self) -> Plan:
         reader, output = self.source.experts, self._output_plan()
-        self._base()
+        metrics = self._base().metrics()
         return Plan(
             stage=self.name,
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output.nbytes,
-            scratch_bytes=0,
+            scratch_bytes=sum(path.stat().st_size for path in metrics),
             memory_bytes=CalibrationCost(0, 1, reader.dtype.itemsize).layer_memory(reader).nbytes(),
             phases=decomposing_phases(moe_size(reader), output.layouts, output.nbytes),
             details={"moe_layers": len(reader.moe_layers), "experts": reader.shape.experts},
@@ -105,6 +105,11 @@ class Decompose(Stage[DecomposeOptions]):
         statistics = {layer: given.statistics(layer) for layer in reader.moe_layers}
         measured = {layer: own for layer, own in statistics.items() if own is not None}
         write_model(
-            job, plan, tensors, entry=entry_for(plan.layouts, self.source, method=self.name), statistics=measured
+            job,
+            plan,
+            tensors,
+            entry=entry_for(plan.layouts, self.source, method=self.name),
+            statistics=measured,
+            metrics=given.metrics(),
         )
         return Details()

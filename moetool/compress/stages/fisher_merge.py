@@ -8,7 +8,7 @@ from torch import nn
 
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
-from moetool.calibration.output_gradients import OutputGradients
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.files import place
 from moetool.compress.results import LayersResult, MergedLayer
 from moetool.costs.building_blocks import moe_size
@@ -103,7 +103,9 @@ class FisherMerge(Stage[FisherMergeOptions]):
 
             def visit(index: int, layer: nn.Module) -> None:
                 outputs = OutputGradients(calibrated.gradient_sweep, job.device)
-                base = measured_base(calibrated, index, layer, options.merge, outputs=outputs)
+                base = measured_base(calibrated, index, layer, options.merge, [outputs])
+                if job.ranks.is_first:
+                    outputs.save(metric_path(job.work, index))
                 agreed(job.ranks, base_path(job.work, index), base)
 
             calibrated.reverse(visit, passes=1)
@@ -112,6 +114,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
         if not job.ranks.is_first:
             return told
         paths = [base_path(job.work, layer) for layer in reader.moe_layers]
+        if facts is not None:
+            paths += [metric_path(job.work, layer) for layer in reader.moe_layers]
         placed = [place(path, job.output / path.name) for path in paths]
         record_origin(job, seed=options.seed, files=placed, calibration=facts)
         return told

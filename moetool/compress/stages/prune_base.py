@@ -26,7 +26,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
 from moetool.job.options import KeepOptions, RunOptions, TextOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
-from moetool.job.records import read_statistics
+from moetool.job.records import metrics_of, read_statistics
 from moetool.job.result import CalibrationFacts, Json
 from moetool.job.shards import OutputPlan
 from moetool.job.stage import Effect, Stage
@@ -99,6 +99,7 @@ class PruneBase(Stage[PruneBaseOptions]):
         cost, memory, at_once = self._cost, self._memory, self._experts_at_once
         pruning = self._pruning()
         scratch = cost.forward_scratch(reader, reader.shape.experts if measured else at_once, sums=True)
+        scratch += sum(path.stat().st_size for path in metrics_of(self.source).values())
         details: dict[str, Json] = {"static_channels": pruning.static, "dynamic_channels": pruning.dynamic}
         if not measured:
             details["experts_at_once"] = at_once
@@ -152,6 +153,7 @@ class PruneBase(Stage[PruneBaseOptions]):
             tensors,
             entry=entry_for(plan.layouts, self.source),
             statistics=statistics,
+            metrics=metrics_of(self.source).values(),
             calibration=facts,
             seed=self.options.seed,
         )

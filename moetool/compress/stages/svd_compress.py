@@ -7,7 +7,9 @@ from torch import nn
 
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, stored_base
-from moetool.compress.factors.files import LayerFactors, SpectrumFile, measured_grams, measuring_owners
+from moetool.calibration.output_gradients import metric_path
+from moetool.checkpoint.files import place
+from moetool.compress.factors.files import LayerFactors, SpectrumFile, measuring_owners
 from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.writing import (
     FactoredLayers,
@@ -25,7 +27,7 @@ from moetool.job.job import Job, refuse_shared_expert
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
-from moetool.job.records import read_statistics
+from moetool.job.records import metrics_of, read_statistics
 from moetool.job.stage import Stage
 
 
@@ -85,9 +87,8 @@ class SvdCompress(Stage[FactorOptions]):
             stored = stored_base(reader, index, statistics.get(index))
             base = agreed(job.ranks, base_path(job.work, index), stored)
             owned = measuring_owners(reader.shape, options.share, job.ranks)
-            grams = measured_grams(calibrated, calibrated.sweep, index, layer, base, owned, options, keep=True)
-            deltas = Deltas(calibrated.weights(index, layer), base, job.device)
-            LayerFactors(reader.shape, deltas, options, grams, owned).measure(spectra(index))
+            found = LayerFactors.on_text(calibrated, calibrated.sweep, index, layer, base, owned, options, keep=True)
+            found.measure(spectra(index))
 
         if options.calibration is None:
             once = dict.fromkeys(reader.moe_layers, 1)
@@ -101,6 +102,10 @@ class SvdCompress(Stage[FactorOptions]):
                     job.progress.advance()
         else:
             calibrated = CalibratedJob(job, options, experts_at_once=self._experts_at_once)
+            if job.ranks.is_first:
+                for layer, metric in metrics_of(self.source).items():
+                    place(metric, metric_path(job.work, layer))
+            job.ranks.barrier()
             calibrated.forward_visiting(visit)
             job.meet()
         text = None if options.calibration is None else calibrated

@@ -10,6 +10,7 @@ from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase
 from moetool.calibration.collectors import GramCollector, LayerStatistics
 from moetool.calibration.held_experts import ExpertRun
+from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.slopes import SlopeSamples
 from moetool.compress.factors.files import LayerFactors
 from moetool.compress.factors.options import FactorOptions
@@ -46,11 +47,11 @@ class Layer:
     """Two experts on a base of zeros, their inputs, and gradients at the layer's output."""
 
     def __init__(self, *, measured: bool) -> None:
-        moment = GRADIENTS.T @ GRADIENTS / len(GRADIENTS)
+        self.measured = measured
         rows = {role: torch.ones(SHAPE.experts, SHAPE.matrix(role)[0]) for role in ROLES}
         energy = torch.ones(SHAPE.intermediate, dtype=torch.float64)
         counts = torch.full((SHAPE.experts,), TOKENS)
-        statistics = LayerStatistics(counts, rows, energy, moment if measured else None)
+        statistics = LayerStatistics(counts, rows, energy)
         matrices = {role: torch.zeros(SHAPE.matrix(role)) for role in ROLES}
         self.base = LayerBase(matrices, torch.arange(SHAPE.intermediate), SHAPE.intermediate, statistics)
         self.grams = GramCollector(
@@ -67,7 +68,10 @@ class Layer:
             )
 
     def factors(self) -> LayerFactors:
-        return LayerFactors(SHAPE, Deltas(weight, self.base, CPU), FactorOptions(rank=RANK), self.grams)
+        moment = GRADIENTS.T @ GRADIENTS / len(GRADIENTS)
+        metric = LayerMetric(moment, self.grams, SHAPE, weight) if self.measured else None
+        deltas = Deltas(weight, self.base, CPU)
+        return LayerFactors(SHAPE, deltas, FactorOptions(rank=RANK), self.grams, metric=metric)
 
     def matrices(self) -> dict[tuple[int, Role], Tensor]:
         """What the encoded deltas decode to, by expert and role."""
@@ -112,4 +116,7 @@ def test_gate_and_up_count_by_channel_where_no_slopes_were_sampled() -> None:
     layer, unmeasured = Layer(measured=True), Layer(measured=False)
     layer.grams.slopes = None
     found, expected = layer.matrices(), unmeasured.matrices()
-    assert all(found[key].equal(expected[key]) for key in expected)
+    for expert in range(SHAPE.experts):
+        assert found[expert, "gate"].equal(expected[expert, "gate"])
+        assert found[expert, "up"].equal(expected[expert, "up"])
+        assert not found[expert, "down"].equal(expected[expert, "down"])
