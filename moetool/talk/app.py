@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -76,7 +78,7 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     left_out = {kind: None for kind in inspect.signature(build_server).parameters if kind.endswith("_handler")}
     app = build_server(manager, generation_state=state, **{**left_out, **served})
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) not in _LEFT_OUT]
-    for kind in (MoetoolError, TemplateError):
+    for kind in (MoetoolError, TemplateError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _refuse)
     return app
 
@@ -116,4 +118,9 @@ def _keep_to_context(model: Any, context: int | None) -> None:
 
 async def _refuse(_: Request, error: Exception) -> JSONResponse:
     """What was wrong with a request, as OpenAI's API says it."""
-    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+    status, told = 400, str(error)
+    if isinstance(error, HTTPException):
+        status, told = error.status_code, error.detail
+    elif isinstance(error, RequestValidationError):
+        told = f"The body is not a JSON object: {error.errors()[0]['msg']}."
+    return JSONResponse({"error": {"message": told, "type": "invalid_request_error"}}, status_code=status)

@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field, ValidationError
 from moetool.errors import UsageError
 from moetool.measure.generation import check_unicode
 
+_UNANSWERED = ("logprobs", "echo")  # whose answer transformers' server would leave out without a word
+
 
 class ChatMessage(BaseModel):
     """A turn of a chat, as far as every template reads it."""
@@ -54,10 +56,13 @@ def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
     """Check a body.
 
     Raises:
-        UsageError: it lacks a field, or has one of another type or out of range.
+        UsageError: it lacks a field, has one of another type or out of range, or asks for what is not returned.
         InvalidInputError: its text is not Unicode.
     """
     check_unicode("The request", json.dumps(body, ensure_ascii=False))
+    for field in _UNANSWERED:
+        if body.get(field) is not None and body[field] is not False:
+            raise UsageError(f"{field}: this server does not return it. Leave the field out.")
     try:
         kind.model_validate(body)
     except ValidationError as error:

@@ -28,20 +28,21 @@ PROMPT = "one two"
 
 @contextmanager
 def serving(model: Path) -> Iterator[Ask]:
-    """`ask(route, **body)`: status and content of the answer of a server for the model."""
+    """`ask(route, **body)`: status and content of the answer of a server for the model; `raw` is a body as it is."""
     server = Server(str(model), None, ServeOptions(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
 
-    def ask(route: str, **body: object) -> tuple[int, Any]:
-        data = json.dumps(body).encode() if body else None
+    def ask(route: str, *, raw: str | None = None, **body: object) -> tuple[int, Any]:
+        text = raw or (json.dumps(body) if body else None)
+        data = None if text is None else text.encode()
         request = urllib.request.Request(f"http://{server.address}{route}", data, {"Content-Type": "application/json"})
         try:
             with NO_PROXY.open(request) as answer:
-                status, text = answer.status, answer.read().decode()
+                status, told = answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-        return status, text if text.startswith("data:") else json.loads(text)
+            status, told = error.code, error.read().decode()
+        return status, told if told.startswith("data:") else json.loads(told)
 
     try:
         yield ask
@@ -91,6 +92,8 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
         ("/v1/completions", {"prompt": PROMPT, "temperature": -1}, "temperature: .*greater than or equal to 0"),
         ("/v1/completions", {"prompt": PROMPT, "seed": "a"}, "seed: .*integer"),
         ("/v1/completions", {"prompt": PROMPT, "n": 3}, "n: "),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 0}, "logprobs: this server does not return it"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True}, "echo: this server does not return it"),
         ("/v1/completions", {"prompt": "half of a pair: \ud83d"}, "not UTF-8"),
     ],
 )
@@ -100,9 +103,22 @@ def test_what_cannot_be_answered(ask: Ask, route: str, body: dict[str, object], 
     assert re.search(said, answer["error"]["message"])
 
 
+def test_another_model_is_refused_in_the_same_words(ask: Ask) -> None:
+    status, answer = ask("/v1/completions", prompt=PROMPT, model="other")
+    assert status == 400
+    assert "other" in answer["error"]["message"]
+
+
+def test_a_body_that_is_no_object(ask: Ask) -> None:
+    status, answer = ask("/v1/completions", raw="[1, 2]")
+    assert status == 400
+    assert answer["error"]["message"].startswith("The body is not a JSON object")
+
+
 @pytest.mark.parametrize("route", ["/reset", "/load_model", "/v1/audio/transcriptions"])
 def test_the_model_stays(ask: Ask, route: str) -> None:
-    assert ask(route, model="other")[0] == 404
+    status, answer = ask(route, model="other")
+    assert (status, answer["error"]["message"]) == (404, "Not Found")
     assert ask("/v1/completions", prompt=PROMPT, max_tokens=1)[0] == 200
 
 
