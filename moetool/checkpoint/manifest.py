@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.names import MANIFEST
-from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.sealed import write_sealed
 from moetool.errors import InvalidInputError
 from moetool.version import __version__

@@ -1,9 +1,8 @@
 """A checkpoint on disk: its config, the headers of its weight files, and tensors on demand."""
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,19 +12,19 @@ from torch import Tensor
 
 from moetool.architectures import aliases, beginnings
 from moetool.architectures.base import Settings
-from moetool.checkpoint.header import Header, TensorInfo, read_header, read_numbers
-from moetool.checkpoint.missing import with_adapter, without_config, without_weights
-from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, SINGLE, WEIGHTS, sidecars_in
+from moetool.checkpoint.header import TensorInfo, read_numbers
+from moetool.checkpoint.json_files import read_object
+from moetool.checkpoint.missing import with_adapter, without_config
+from moetool.checkpoint.names import ADAPTER, CONFIG, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_of
 from moetool.checkpoint.stored.matrix import DecodedMatrix
+from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.marker import moetool_entry, without_stored
-from moetool.format.validation import check_config, check_depth, check_headers, check_settings, is_known
-
-_LONGEST_NAME = 255  # of a file, on every system that there is
+from moetool.format.validation import check_config, check_headers, check_settings, is_known
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,8 @@ class Checkpoint:
         Raises:
             InvalidInputError: a file cannot be read.
         """
-        tensors: dict[str, TensorInfo] = {}
-        headers = [read_header(file) for file in files]
-        for header in headers:
-            _merge(tensors, header)
-        nbytes = sum(header.file_bytes for header in headers)
+        headers, tensors = read_headers(files)
+        nbytes = sum(header.file_bytes for header in headers.values())
         ordered = dict(sorted(tensors.items()))
         made = cls(str(path), path, config, ordered, tuple(files), nbytes, "unfinished", ())
         return made if moetool_entry(config) is None else made._decoding()
@@ -88,26 +84,15 @@ class Checkpoint:
         """
         path = resolve_source(source)
         config_bytes, config = read_config(path)
-        files, weight_map = _weight_files(path)
+        headers, tensors = read_weight_files(path)
         if (path / ADAPTER).exists():
             raise InvalidInputError(with_adapter(path))
-        tensors: dict[str, TensorInfo] = {}
-        headers = [read_header(file) for file in files]
-        for header in headers:
-            _merge(tensors, header)
-        for name, file in weight_map.items():
-            if name not in tensors or tensors[name].file != file:
-                raise InvalidInputError(
-                    f"{INDEX} says that tensor {name} is in {file.name}, but it is not. Download {path} again."
-                )
-        if not tensors:
-            raise InvalidInputError(f"The weight files of {path} hold no tensors.")
         ordered = dict(sorted(_hub_names(tensors, config).items()))
-        weight_bytes = sum(header.file_bytes for header in headers)
+        weight_bytes = sum(header.file_bytes for header in headers.values())
         parts = [config_bytes]
-        for file, header in zip(files, headers, strict=True):
+        for file, header in headers.items():
             parts += (file.name.encode(), str(header.file_bytes).encode(), header.raw)
-        times = tuple(header.written for header in headers)
+        files, times = tuple(headers), tuple(header.written for header in headers.values())
         opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)._decoding()
         if is_known(config):
             check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
@@ -303,11 +288,6 @@ def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
     return content, config
 
 
-def has_weights(path: Path) -> bool:
-    """Whether a directory holds weight files in any format, complete or not."""
-    return any(file.name.removesuffix(".index.json").endswith(WEIGHTS) for file in path.iterdir())
-
-
 def digest_of(parts: Iterable[bytes]) -> str:
     """SHA-256 in hexadecimal over parts, no two sequences of which hash alike."""
     digest = hashlib.sha256()
@@ -315,16 +295,6 @@ def digest_of(parts: Iterable[bytes]) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
-
-
-def _merge(tensors: dict[str, TensorInfo], header: Header) -> None:
-    for name, info in header.tensors.items():
-        if name in tensors:
-            raise InvalidInputError(
-                f"Tensor {name} is in {tensors[name].file.name} and in {info.file.name}: which one counts? "
-                "Download or write the checkpoint again."
-            )
-        tensors[name] = info
 
 
 def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dict[str, TensorInfo]:
@@ -344,58 +314,3 @@ def _hub_names(tensors: dict[str, TensorInfo], config: dict[str, object]) -> dic
             )
         named[name] = info
     return {name: replace(info, name=name) for name, info in named.items()}
-
-
-def read_object(file: Path, missing: Callable[[], str]) -> tuple[bytes, dict[str, object]]:
-    """A JSON file as its bytes and the object they hold; `missing` says what it means that there is none.
-
-    Raises:
-        InvalidInputError: it is not there, cannot be read, or holds something else.
-    """
-    try:
-        content = file.read_bytes()
-        parsed = json.loads(content)
-    except FileNotFoundError:
-        raise InvalidInputError(missing()) from None
-    except OSError as error:
-        raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{file} is not valid JSON ({error}). Download or write it again.") from error
-    if not isinstance(parsed, dict):
-        raise InvalidInputError(f"{file} holds a JSON {type(parsed).__name__}, not an object.")
-    check_depth(parsed, file)
-    return content, parsed
-
-
-def _weight_files(path: Path) -> tuple[tuple[Path, ...], dict[str, Path]]:
-    """The weight files, and by tensor name the file in which the index looks for it (empty without an index)."""
-    # transformers prefers the single file to the index; reading what it would read is the point.
-    if (path / SINGLE).exists():
-        return (path / SINGLE,), {}
-    if not (path / INDEX).exists():
-        raise InvalidInputError(without_weights(path))
-    _, index = read_object(path / INDEX, lambda: f"{path / INDEX} is missing.")
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidInputError(f"{path / INDEX} has no weight_map. Download or write it again.")
-    if not isinstance(index.get("metadata", {}), dict):  # transformers writes into it
-        raise InvalidInputError(f"{path / INDEX}: metadata must be an object. Download or write it again.")
-    located: dict[str, Path] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors") or not _stays_inside(shard):
-            raise InvalidInputError(
-                f"{path / INDEX} maps tensor {name} to {shard!r}, which is no safetensors file here."
-            )
-        located[name] = path / shard
-    files = tuple(sorted(set(located.values())))
-    if absent := [file.name for file in files if not file.exists()]:
-        raise InvalidInputError(
-            f"{INDEX} of {path} lists {len(files)} shards; {len(absent)} missing: {', '.join(absent[:5])}. "
-            "Download them, or finish the run that was writing them."
-        )
-    return files, located
-
-
-def _stays_inside(shard: str) -> bool:
-    name = Path(shard)
-    return not name.is_absolute() and ".." not in name.parts and "\0" not in shard and len(name.name) <= _LONGEST_NAME

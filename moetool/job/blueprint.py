@@ -9,10 +9,11 @@ from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
-from moetool.checkpoint.reader import Checkpoint, has_weights, read_config
+from moetool.checkpoint.reader import Checkpoint, read_config
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.stored.formats import entry_of, expected_bytes
 from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
+from moetool.checkpoint.weight_files import has_weights
 from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.output_gradients import load_moment, metric_path
 from moetool.checkpoint.files import copy_file, save_tensors
+from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import manifest_of
-from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError

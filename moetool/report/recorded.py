@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.names import COSTS
-from moetool.checkpoint.reader import read_object
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.job.metering import ExpectedCosts, read_costs, unreadable_costs

@@ -10,9 +10,10 @@ import torch
 
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.header import read_header
+from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, SINGLE
 from moetool.checkpoint.permissions import open_to_readers
-from moetool.checkpoint.reader import Checkpoint, read_object
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import resolve_source
 from moetool.errors import InvalidInputError
 

@@ -1,6 +1,10 @@
 """The file by which Ollama takes in an export."""
 
-from moetool.export.gguf.modelfile import modelfile
+from pathlib import Path
+
+import pytest
+
+from moetool.export.gguf.modelfile import generation_defaults, modelfile
 
 
 def test_a_model_with_a_template_and_ways_of_drawing() -> None:
@@ -21,3 +25,15 @@ def test_a_model_that_goes_on_with_a_text() -> None:
         'TEMPLATE """{{ .Prompt }}"""',
     ]
     assert "num_ctx" not in modelfile("model.gguf", None, {}, has_template=False)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "{", "null"])
+def test_a_generation_config_that_holds_no_object_has_no_defaults(content: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    assert generation_defaults(tmp_path) == {}
+
+
+def test_defaults_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert generation_defaults(tmp_path) == {"temperature": 0.5}
+    assert generation_defaults(tmp_path / "none") == {}

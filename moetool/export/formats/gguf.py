@@ -4,8 +4,6 @@ On a text the codes of quantized types are chosen; of a file in 16 bits or more 
 wants to know of a model: an importance matrix, and types for tensors.
 """
 
-import contextlib
-import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -37,16 +35,16 @@ from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
-from moetool.export.gguf.metadata import describe_model
+from moetool.export.gguf.metadata import describe_model, file_type
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.modelfile import modelfile
+from moetool.export.gguf.modelfile import generation_defaults, modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
 from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType, StoredType
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType, NumberType, StoredType
 from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
@@ -341,7 +339,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         library, source = gguf_library(), self.source
         writer = library.GGUFWriter(None, source.family.architecture)
         writer.add_name(source.checkpoint.path.resolve().name)
-        writer.add_file_type(library.LlamaFileType[_file_type(number)])
+        writer.add_file_type(library.LlamaFileType[file_type(number)])
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
         describe_model(writer, source)
         if self._tokenizer is None:
@@ -352,13 +350,12 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def _modelfile(self) -> str:
         """What Ollama is told of the file."""
-        from transformers.utils import GENERATION_CONFIG_NAME
-
-        has_template = self._tokenizer is not None and self._tokenizer.template is not None
-        file, given = self.source.checkpoint.path / GENERATION_CONFIG_NAME, {}
-        with contextlib.suppress(OSError, ValueError):  # transformers says what is wrong with it, where it matters
-            given = dict(json.loads(file.read_text(encoding="utf-8")))
-        return modelfile(MODEL, context_length(self.source.checkpoint.settings), given, has_template=has_template)
+        checkpoint, has_template = (
+            self.source.checkpoint,
+            self._tokenizer is not None and bool(self._tokenizer.template),
+        )
+        given = generation_defaults(checkpoint.path)
+        return modelfile(MODEL, context_length(checkpoint.settings), given, has_template=has_template)
 
     def _remarks(self) -> list[str]:
         """Notes for the user, before anything is written."""
@@ -394,8 +391,3 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             if stored is None or shape != tensor.shape or stored.tensor_type.name.lower() not in types:
                 raise VerificationError(f"{output / MODEL} lacks {tensor.name} as it was planned.")
         return self.sizes(self.source, (output / MODEL).stat().st_size)
-
-
-def _file_type(number: StoredType) -> str:
-    sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S", MXFP4: "_MOE"}
-    return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"

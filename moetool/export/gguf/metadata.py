@@ -7,6 +7,7 @@ import torch
 from moetool.export.gguf.facts import LINEAR
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch
+from moetool.format.gguf.blocks import MXFP4, StoredType
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -202,3 +203,9 @@ def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
     if family.groups_experts:
         for own, number in zip(GROUPS, moe.groups, strict=True):
             writer.add_uint32(f"{start}.{own}", number)
+
+
+def file_type(number: StoredType) -> str:
+    """The name that llama.cpp has for a file of mostly this type."""
+    sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S", MXFP4: "_MOE"}
+    return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"

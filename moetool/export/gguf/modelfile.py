@@ -3,7 +3,9 @@
 Source: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 _POSITIONS = 8192  # at most, since memory is taken for all of them; without a number there are 2048
 # Entries of `generation_config.json` and what Ollama calls them.
@@ -35,3 +37,15 @@ def modelfile(model: str, positions: int | None, given: Mapping[str, object], *,
     if not has_template:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     return "\n".join(lines) + "\n"
+
+
+def generation_defaults(directory: Path) -> dict[str, object]:
+    """Entries of a checkpoint's `generation_config.json`; none where it cannot be read, which transformers tells of
+    where it matters."""
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    try:
+        found = json.loads((directory / GENERATION_CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
