@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Interleave, Transpose, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -31,6 +31,7 @@ from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, METHOD, STORED, version_of
 from moetool.numerics.index_sets import are_indices
+from moetool.runtime.conversions import InterleaveIfNeeded, fitting
 from moetool.runtime.decoding import DecodingConversion, decoding, without_decoding
 from moetool.runtime.memory import sparing_memory
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -101,57 +102,6 @@ class MoetoolConfig(QuantizationConfigMixin):
         return entry
 
 
-class _TransposeIfNeeded(Transpose):
-    """Turns experts round where the file has them as `[in, out]`. Placeholders of bases, which are no parameters, stay
-    as they are."""
-
-    @classmethod
-    def of(cls, operation: Any) -> Any:
-        """The operation of transformers itself, or this in the place of one that compares shapes with parameters."""
-        if type(operation) is not Transpose or not operation.check_dims:
-            return operation
-        return cls(operation.dim0, operation.dim1, check_dims=True)
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **options: Any
-    ) -> dict[str, Any]:
-        held = options["model"].get_parameter_or_buffer(options["full_layer_name"])
-        if isinstance(held, nn.Parameter):
-            converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)
-            return converted
-        [found] = input_dict.values()
-        tensor = found[0] if isinstance(found, list) else found
-        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
-
-    @property
-    def reverse_op(self) -> "_TransposeIfNeeded":
-        return _TransposeIfNeeded(self.dim1, self.dim0, check_dims=True)
-
-
-class _InterleaveIfNeeded(Interleave):
-    """Changes the order of the rows of gate and up of all experts of a layer. Bases and placeholders of them, which
-    have gate above up on disk, too, stay as they are."""
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **options: Any
-    ) -> dict[str, Any]:
-        [found] = input_dict.values()
-        tensor = found[0] if isinstance(found, list) else found
-        if len(tensor) == 1:
-            return {target_patterns[0]: tensor}
-        converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)
-        return converted
-
-    @classmethod
-    def of(cls, operation: Any) -> Any:
-        """The operation of transformers itself, or this in the place of one that changes an order of rows."""
-        return cls(operation.dim, operation.inverse) if type(operation) is Interleave else operation
-
-    @property
-    def reverse_op(self) -> "_InterleaveIfNeeded":
-        return _InterleaveIfNeeded(self.dim, inverse=not self.inverse)
-
-
 class MoetoolQuantizer(HfQuantizer):
     """Puts `SharedBaseExperts` where the config lists them, and gets out of the way."""
 
@@ -215,9 +165,9 @@ class MoetoolQuantizer(HfQuantizer):
             conversions += undoing(renamings, architecture.experts_prefix(architecture.moe_layers[0]))
         for conversion in conversions:
             if operations := getattr(conversion, "operations", None):
-                operations = [_TransposeIfNeeded.of(operation) for operation in operations]
+                operations = [fitting(operation) for operation in operations]
                 if conversion.target_patterns == [entering]:
-                    operations = [_InterleaveIfNeeded.of(operation) for operation in operations]
+                    operations = [InterleaveIfNeeded.of(operation) for operation in operations]
                 conversion.operations = operations
         return conversions if self._checkpoint is None else decoding(conversions, self._checkpoint)
 
