@@ -10,6 +10,14 @@ from derived_families import DERIVED
 from families import build
 
 WINDOW, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+# Gemma 4's small models share keys and values between layers, and give each layer a vector of each token.
+_SHARING = {
+    "num_hidden_layers": 4,
+    "layer_types": [WINDOW, WHOLE] * 2,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+}
 _LATENT = {
     "kv_lora_rank": 8,
     "q_lora_rank": 16,
@@ -249,6 +257,12 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gemma4": {},
+    "gemma4_text-sharing": {
+        **_SHARING,
+        "global_head_dim": 16,
+        "final_logit_softcapping": None,
+        "vocab_size_per_layer_input": 320,
+    },
     "qwen3_omni_moe_thinker": {},
     "llama4_text": {"attention_chunk_size": 8192},
     "llama4_text-slowed": {"attention_chunk_size": 8192, "rope_parameters": _SLOWED},
@@ -465,6 +479,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
         "global_head_dim": 16,
         "sliding_window": 16,
     },
+    "gemma4_text-sharing-dense": {**_SHARING, "global_head_dim": 16, "vocab_size_per_layer_input": 320},
     "granitemoehybrid-dense": MULTIPLIERS,
     "granitemoehybrid-attention": {
         **MULTIPLIERS,

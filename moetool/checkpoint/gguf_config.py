@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moetool.checkpoint.gguf_gemma4 import entries_of_gemma4
 from moetool.checkpoint.gguf_metadata import GgufMetadata, decimal
 from moetool.checkpoint.gguf_rope import rotary_embeddings
 from moetool.format.gguf.words import (
@@ -106,6 +107,8 @@ class GgufConfig(GgufMetadata):
         }
         found |= {known.attribute_map.get(key, key): value for key, value in said.items() if hasattr(known, key)}
         found |= {key: value(found) for key, value in family.implied.items()}
+        if family.has_two_widths:
+            found |= entries_of_gemma4(self, self._pattern())
         if others := sorted(self.entries.keys() - self.asked - _UNNEEDED):
             _LOGGER.warning("%s says more of its model than moetool reads: %s.", self.file, ", ".join(others))
         return found
@@ -122,6 +125,7 @@ class GgufConfig(GgufMetadata):
 
         tokens = {f"{kind}_token_id": None for kind in _TOKENS}
         made: PreTrainedConfig = CONFIG_MAPPING[self.family.model_type](**tokens, **entries)
+        made.per_layer_config = None  # which would make of some entries more than one
         return made
 
     def _numbers(self) -> dict[str, object]:
@@ -174,7 +178,7 @@ class GgufConfig(GgufMetadata):
         key = COUNTS["num_key_value_heads"]
         said = self.entry(key)
         found = said[: self.layers] if isinstance(said, list) else [self.number(key)] * self.layers
-        if len(found) != self.layers or len({*found} - {0}) != 1:
+        if len(found) != self.layers or (len({*found} - {0}) != 1 and not self.family.has_two_widths):
             raise self.unread(f"layers that differ in {key}")
         return found
 
@@ -192,14 +196,14 @@ class GgufConfig(GgufMetadata):
 
     def _widths(self) -> dict[str, object]:
         family = self.family
-        width = int(self.number(WIDTH))
+        width = self._dense_width()
         if not family.is_moe:
             self.asked.update((EXPERT_COUNT, EXPERTS_USED))  # none, said by some converters
             return {family.dense_width: width}
         found: dict[str, object] = {
             family.dense_width: width,
             family.experts_key: int(self.number(EXPERT_COUNT)),
-            "num_experts_per_tok": int(self.number(EXPERTS_USED)),
+            **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), int(self.number(EXPERTS_USED))),
         }
         if family.width_key != WIDTH:
             own = "moe_intermediate_size" if hasattr(self._defaults, "moe_intermediate_size") else "intermediate_size"
@@ -212,6 +216,16 @@ class GgufConfig(GgufMetadata):
             groups = (int(self.entry(own) or 1) for own in GROUPS)
             found |= dict(zip(("n_group", "topk_group"), groups, strict=True))
         return found
+
+    def _dense_width(self) -> int:
+        """Width of networks without experts; some layers may have none, or (in Gemma 4) one that is twice as wide."""
+        said = self.entry(WIDTH)
+        if not isinstance(said, list) or not (self.family.skips_experts or self.family.has_two_widths):
+            return int(self.number(WIDTH))
+        widths = {*said[: self.layers]} - ({0} if self.family.skips_experts else set())
+        if len(widths) > 1 and [*sorted(widths)] != [least := min(widths), 2 * least]:
+            raise self.unread(f"layers that differ in {WIDTH}")
+        return int(min(widths, default=0))
 
     def _dense_layers(self) -> dict[str, object]:
         """Entries that say how many layers lead without experts, by all names that families have for it."""

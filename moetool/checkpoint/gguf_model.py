@@ -30,6 +30,7 @@ from moetool.format.gguf.words import (
     EXPERT_BIASES,
     EXPERT_COUNT,
     EXPERTS,
+    GATE_AND_UP,
     LONG_ROPE_FACTORS,
     PREDICTORS,
     ROPE_FACTORS,
@@ -244,6 +245,7 @@ class GgufModel:
         if self._moe is not None and layer in self._moe.moe_layers:
             kinds = (EXPERTS, EXPERT_BIASES) if self._moe.shape.biases else (EXPERTS,)
             others |= {layer_in_file(layer, kind[role]) for kind in kinds for role in self._moe.shape.roles}
+            others.add(layer_in_file(layer, GATE_AND_UP))
             yield from self._experts(self._moe, layer)
             if self._family.has_shared and (
                 shared := mine & {layer_in_file(layer, n) for n in self._family.shared.values()}
@@ -276,9 +278,11 @@ class GgufModel:
         return entries
 
     def _experts(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
-        count = int(self._number(EXPERT_COUNT))
+        count, joined_here = int(self._number(EXPERT_COUNT)), layer_in_file(layer, GATE_AND_UP)
 
         def matrix(role: Role, expert: int) -> Tensor:
+            if role != "down" and joined_here in self._tensors:
+                return self._read(joined_here, expert).chunk(2)[role == "up"].to(self.dtype)
             return self._read(layer_in_file(layer, EXPERTS[role]), expert).to(self.dtype)
 
         for roles in by_name(moe.weights).values():

@@ -10,6 +10,7 @@ from moetool.format.gguf.words import HEAD_WIDTHS, LONG_ROPE_FACTORS, ROPE_BASE,
 from moetool.format.gguf.yarn import yarn_words
 
 _TOLERANCE = 1e-4  # of factors by pair of channels, relative
+_STILL = 1e20  # factors above this are of pairs that do not turn
 
 
 def rotary_embeddings(metadata: GgufMetadata, head_width: int) -> dict[str, Any]:
@@ -21,6 +22,8 @@ def rotary_embeddings(metadata: GgufMetadata, head_width: int) -> dict[str, Any]
         rope["partial_rotary_factor"] = int(turned) / head_width
     if metadata.family.axes and (axes := metadata.entry("rope.dimension_sections")):
         rope["mrope_section"] = [pairs for pairs in axes if pairs]
+    if metadata.family.has_two_widths:
+        return {**rope, **_proportional(metadata)}
     if ROPE_FACTORS in metadata.shapes:
         return {**rope, **_slowed(metadata, rope["rope_theta"])}
     if LONG_ROPE_FACTORS["long_factor"] in metadata.shapes:
@@ -57,6 +60,15 @@ def _yarn(metadata: GgufMetadata, factor: float) -> dict[str, object]:
         found["llama_4_scaling_beta"] = decimal(warmth)
         metadata.entry("attention.temperature_length")
     return found
+
+
+def _proportional(metadata: GgufMetadata) -> dict[str, object]:
+    """Parameters of rotary embeddings that turn the first pairs of channels and let the others be."""
+    factors = metadata.read(ROPE_FACTORS)
+    turned = int((factors == 1).sum())
+    if not bool((factors[:turned] == 1).all() and (factors[turned:] > _STILL).all()):
+        raise metadata.unread(f"rotary embeddings that do not turn the first pairs of channels alone ({ROPE_FACTORS})")
+    return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
 def _slowed(metadata: GgufMetadata, base: float) -> dict[str, object]:

@@ -29,7 +29,8 @@ EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_lengt
 def config(
     model_type: str, entries: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    family = next(family for family in GGUF_FAMILIES if family.model_type == model_type)
+    known = [family for family in GGUF_FAMILIES if family.model_type == model_type]
+    family = next(family for family in known if family.is_moe == ("expert_count" in entries))
     held = {"token_embd.weight": torch.empty(320, 64), **(tensors or {})}
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     given = {**SIZES, **entries}
@@ -170,6 +171,43 @@ def test_kinds_of_layers_follow_from_their_heads_of_keys() -> None:
     assert found["block_auto_adjust_ff_dim"] is False
 
 
+WIDE = {
+    "attention.sliding_window": 16,
+    "attention.sliding_window_pattern": [True, True, False],
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+}
+QUARTER = {ROPE_FACTORS: torch.tensor([1.0] * 4 + [1e30] * 12)}
+
+
+def test_heads_of_two_widths() -> None:
+    """Gemma 4's, which takes keys for values in layers that have no matrix of these; its rotary embeddings turn the
+    first pairs of a head's channels."""
+    heads = {"attention.head_count_kv": [2, 2, 1], "feed_forward_length": [96, 96, 96]}
+    found = config("gemma4_text", {**WIDE, **EXPERTS, **heads}, QUARTER)
+    assert (found["head_dim"], found["global_head_dim"], found["attention_k_eq_v"]) == (16, 32, True)
+    assert (found["num_key_value_heads"], found["num_global_key_value_heads"]) == (2, 1)
+    assert (found["num_experts"], found["top_k_experts"], found["enable_moe_block"]) == (8, 2, True)
+    assert (found["intermediate_size"], found["use_double_wide_mlp"]) == (96, False)
+    assert found["final_logit_softcapping"] == 30  # llama.cpp's, if a file says nothing
+    assert found["rope_parameters"]["full_attention"]["rope_type"] == "proportional"
+    assert found["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
+
+
+def test_layers_that_share_keys_and_values_may_be_twice_as_wide() -> None:
+    """As llama.cpp's converter writes Gemma 4 E2B, but for its sizes."""
+    widths = {"feed_forward_length": [96, 96, 192], "attention.shared_kv_layers": 1, "final_logit_softcapping": 0.0}
+    tensors = {"blk.2.attn_v.weight": torch.empty(32, 64), "per_layer_token_embd.weight": torch.empty(320, 24)}
+    given = {**WIDE, **widths, "attention.head_count_kv": 1, "embedding_length_per_layer_input": 8}
+    found = config("gemma4_text", given, {**QUARTER, **tensors})
+    assert (found["intermediate_size"], found["use_double_wide_mlp"]) == (96, True)
+    assert (found["num_kv_shared_layers"], found["attention_k_eq_v"]) == (1, False)
+    assert (found["hidden_size_per_layer_input"], found["vocab_size_per_layer_input"]) == (8, 320)
+    assert found["final_logit_softcapping"] is None
+
+
 @pytest.mark.parametrize(
     ("model_type", "entries", "said"),
     [
@@ -180,11 +218,14 @@ def test_kinds_of_layers_follow_from_their_heads_of_keys() -> None:
         ("llama", {"rope.scaling.type": "odd"}, "rotary embeddings of a kind (odd)"),
         ("gemma2", {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]}, "other layers than"),
         ("gpt_oss", {**EXPERTS, "attention.sliding_window": 8, "rope.freq_base_swa": 5.0}, "in layers with windows"),
+        ("gemma4_text", {**WIDE, "attention.head_count_kv": [2, 1, 1]}, "one kind that differ in attention.head"),
+        ("gemma4_text", {**WIDE, "rope.dimension_count_swa": 8}, "rope.dimension_count_swa = 8 beside heads of 16"),
+        ("gemma4_text", {**WIDE, "feed_forward_length": [96, 96, 128]}, "layers that differ in feed_forward_length"),
     ],
 )
 def test_what_is_refused(model_type: str, entries: Mapping[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError) as error:
-        config(model_type, entries)
+        config(model_type, entries, QUARTER if model_type == "gemma4_text" else None)
     assert said in str(error.value)
     assert str(error.value).endswith("Take the model's own checkpoint.")
 
@@ -212,8 +253,8 @@ def test_families_of_one_architecture_are_told_apart_by_their_metadata() -> None
     assert family_in_file("olmo2", {"attention.sliding_window": 8}).model_type == "olmo3"
     assert family_in_file("llama", {}).model_type == "llama"
     assert family_in_file("llama", experts).model_type == "mixtral"
-    with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'kimi-linear' with experts\. moetool reads afmoe, "):
-        family_in_file("kimi-linear", experts)
+    with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'minimax-01' with experts\. moetool reads afmoe, "):
+        family_in_file("minimax-01", experts)
 
 
 @pytest.mark.parametrize(

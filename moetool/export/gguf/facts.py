@@ -166,14 +166,14 @@ class GgufFacts:
             return None
         if self.family.is_latent:
             return [int(kind == WHOLE) for kind in self.config.layer_types]
+        if self.family.has_two_widths:
+            return [int(self.config_of(layer).num_key_value_heads) for layer in range(self.layers)]
         rows = {
             layer_of(own): self.checkpoint.info(name).shape[0]
             for name, own in self.names_in_file.items()
             if own.endswith("attn_k.weight") and name in self.checkpoint.tensors
         }
-        windows = self.windows or [False] * self.layers
-        widths = [self.head_width if windowed else self.whole_width for windowed in windows]
-        return [rows.get(layer, 0) // width for layer, width in enumerate(widths)]
+        return [rows.get(layer, 0) // self.head_width for layer in range(self.layers)]
 
     @property
     def head_width(self) -> int:

@@ -12,6 +12,7 @@ from moetool.format.gguf.beside_states import FALCON_H1
 from moetool.format.gguf.compressed import OF_COMPRESSED
 from moetool.format.gguf.dense import DENSE
 from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.gemma4 import GEMMA4
 from moetool.format.gguf.indexed import OF_INDEXED
 from moetool.format.gguf.latent import OF_LATENT
 from moetool.format.gguf.lightning import LIGHTNING
@@ -29,6 +30,7 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
     *BEFORE_LLAMA,
     *SEEING,
     *OF_SOFTMAX,
+    *GEMMA4,
     *OF_LATENT,
     *OF_SIGMOID,
     *OF_LIMITED,
@@ -44,12 +46,12 @@ GGUF_FAMILIES: tuple[GgufFamily, ...] = (
 READ = frozenset(
     [
         "afmoe", "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-        "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum",
-        "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2",
-        "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
-        "stablelm", "starcoder2",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
+        "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2", "lfm2_moe", "llama", "llama4_text",
+        "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "olmo2", "olmo3", "olmoe", "phi3",
+        "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+        "smollm3", "stablelm", "starcoder2",
     ]
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = {

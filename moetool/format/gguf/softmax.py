@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moetool.format.gguf.dense import GRANITE_DENSE, MISTRAL
-from moetool.format.gguf.family import GgufFamily, head_norms, without_experts
+from moetool.format.gguf.family import GgufFamily, head_norms
 from moetool.format.gguf.routing import (
     ALL_BIASES,
     IF_RENORMALIZED,
@@ -131,43 +131,6 @@ _DEEPSEEK_OCR2 = GgufFamily(
 )
 
 
-def _bound_of_logits(config: "PreTrainedConfig") -> float:
-    """Of Gemma 4: 0 for none, where llama.cpp takes 30 if a file says nothing."""
-    return float(config.final_logit_softcapping or 0.0)
-
-
-_GEMMA4 = GgufFamily(
-    "gemma4_text",
-    "gemma4",
-    is_moe=True,
-    has_head_norms=True,
-    has_two_widths=True,
-    varies_heads=True,
-    experts_key="num_experts",
-    width_key=EXPERT_WIDTH,
-    window_period=0,
-    needs_windows=True,
-    names={
-        "post_attention_layernorm.weight": "post_attention_norm.weight",
-        "pre_feedforward_layernorm.weight": "ffn_norm.weight",
-        "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
-        "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
-        **{f"post_feedforward_layernorm_{one}.weight": f"post_ffw_norm_{one}.weight" for one in (1, 2)},
-        **without_experts("mlp"),
-        "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
-        "layer_scalar": "layer_output_scale.weight",
-    },
-    derived={"final_logit_softcapping": _bound_of_logits},
-    fixed={"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
-    computes={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "hidden_size_per_layer_input": (0, None),
-        "num_kv_shared_layers": (0,),
-        "use_double_wide_mlp": (False,),
-    },
-    pieces="gemma4",
-)
 _GRANITE_MOE_SWA = replace(
     _GRANITE_MOE,
     model_type="granitemoe_swa",
@@ -273,8 +236,6 @@ OF_SOFTMAX: tuple[GgufFamily, ...] = (
         windows_turn_alike=True,
         cutting="cohere2moe",
     ),
-    _GEMMA4,
-    replace(_GEMMA4, is_moe=False),
     _DEEPSEEK_OCR2,
     replace(
         _DEEPSEEK_OCR2,

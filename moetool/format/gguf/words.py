@@ -17,6 +17,7 @@ from moetool.errors import UsageError
 MODEL, IMATRIX, TENSOR_TYPES, MODELFILE = "model.gguf", "imatrix.gguf", "tensor-types.txt", "Modelfile"
 
 EXPERTS: Mapping[Role, str] = MappingProxyType({role: f"ffn_{role}_exps.weight" for role in ("gate", "up", "down")})
+GATE_AND_UP = "ffn_gate_up_exps.weight"  # rows of gate above those of up, as some files have them
 SHARED_EXPERT: Mapping[Role, str] = MappingProxyType(
     {role: f"ffn_{role}_shexp.weight" for role in ("gate", "up", "down")}
 )
