@@ -49,6 +49,7 @@ _LEADING = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
 # Said of a model elsewhere, too, or of nothing that transformers computes.
 _UNNEEDED = {
     "vocab_size",
+    "tensor_data_layout",
     "use_parallel_residual",
     SHARED_WIDTH,
     *HEAD_WIDTHS[1:],
@@ -97,6 +98,7 @@ class GgufConfig(GgufMetadata):
         said |= self._attention()
         # None that is a tuple: it has infinity in it, which JSON has no number for and transformers assumes.
         said |= {key: values[0] for key, values in family.computes.items() if not isinstance(values[0], tuple)}
+        said |= {key: make(self.entries) for key, make in family.told.items()}
         said |= {f"{kind}_token_id": self.tokens.get(kind) for kind in _TOKENS}
         self._check_fixed()
         classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
@@ -105,7 +107,9 @@ class GgufConfig(GgufMetadata):
             "model_type": family.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        found |= {known.attribute_map.get(key, key): value for key, value in said.items() if hasattr(known, key)}
+        computed = {key for key, value in vars(type(known)).items() if isinstance(value, property) and not value.fset}
+        entries = {key: value for key, value in said.items() if hasattr(known, key) and key not in computed}
+        found |= {known.attribute_map.get(key, key): value for key, value in entries.items()}
         found |= {key: value(found) for key, value in family.implied.items()}
         if family.has_two_widths:
             found |= entries_of_gemma4(self, self._pattern())
@@ -142,6 +146,7 @@ class GgufConfig(GgufMetadata):
                 found[key] = int(self.number(own))
             else:
                 found[key] = self._shared_count() if own == SHARED_COUNT else None
+        found["num_kv_heads"] = found["num_key_value_heads"]  # its name in Falcon
         for key, own in {**FRACTIONS, **family.multipliers}.items():
             if (value := self.entry(own)) is not None:
                 found[key] = decimal(value)
@@ -244,6 +249,7 @@ class GgufConfig(GgufMetadata):
             found |= dict.fromkeys(("attention_bias", "use_qkv_bias"), has_bias)
         if family.has_head_norms:
             found["use_qk_norm"] = layer_in_file(0, "attn_q_norm.weight") in self.shapes
+        found["num_ln_in_parallel_attn"] = 1 + (layer_in_file(0, "attn_norm_2.weight") in self.shapes)
         found["use_parallel_residual"] = layer_in_file(0, "ffn_norm.weight") not in self.shapes
         if hasattr(self._defaults, "indexer_types"):
             names = (layer_in_file(layer, "indexer.attn_k.weight") for layer in range(self.layers))

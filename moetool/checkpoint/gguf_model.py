@@ -223,9 +223,11 @@ class GgufModel:
         template = self._layer
         names = {own: name for name, own in self._family.in_file(self.layers, self._moe, template, of_layers).items()}
         if layer >= 0:
-            names |= {
-                prefix + own: f"{template.format(layer=layer)}.{name}" for own, name in self._family.former.items()
-            }
+            begin = f"{template.format(layer=layer)}."
+            names |= {prefix + own: begin + name for own, name in self._family.former.items()}
+            for absent, instead in self._family.without.items():
+                if prefix + absent not in mine:
+                    names |= {prefix + own: begin + name for name, own in instead.items()}
         for own in sorted(mine & names.keys()):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)

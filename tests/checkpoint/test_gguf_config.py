@@ -208,6 +208,24 @@ def test_layers_that_share_keys_and_values_may_be_twice_as_wide() -> None:
     assert found["final_logit_softcapping"] is None
 
 
+@pytest.mark.parametrize(("heads", "norms", "is_new"), [(1, 1, False), (1, 2, True), (2, 1, True), (2, 2, True)])
+def test_which_falcon_it_is_follows_from_heads_and_norms(heads: int, norms: int, is_new: bool) -> None:
+    """The first, 7B, has one head of keys and one norm before attention and the network beside it."""
+    second = {"blk.0.attn_norm_2.weight": torch.empty(64)} if norms == 2 else {}
+    entries = {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": heads}
+    found = config("falcon", entries, second)
+    assert (found["new_decoder_architecture"], found["num_kv_heads"]) == (is_new, heads)
+    assert (found["multi_query"], found["num_ln_in_parallel_attn"]) == (not is_new, norms)
+    assert (found["ffn_hidden_size"], found["alibi"], found["activation"]) == (96, False, "gelu")
+
+
+def test_alibi() -> None:
+    entries = {"attention.layer_norm_epsilon": 1e-5, "attention.max_alibi_bias": 16.0, "attention.clamp_kqv": 6.0}
+    found = config("mpt", entries)
+    assert found["attn_config"] == {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6.0}
+    assert (found["d_model"], found["max_seq_len"]) == (64, 131072)
+
+
 @pytest.mark.parametrize(
     ("model_type", "entries", "said"),
     [

@@ -66,6 +66,9 @@ READ_STRUCTURES = (
     "stablelm-parallel",
     "apertus",
     "gpt2",
+    "falcon",
+    "falcon-groups",
+    "mpt",
 )
 # Through which a text can go layer by layer.
 CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared" and "sharing" not in name]

@@ -22,7 +22,7 @@ from moetool.format.gguf.dense import (
     pair,
     rounded_gelu,
 )
-from moetool.format.gguf.family import Change, Config, GgufFamily, changed, transposed, whole_numbers
+from moetool.format.gguf.family import Change, Config, GgufFamily, Metadata, changed, transposed, whole_numbers
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ def _as_many(key: str, config: Config) -> tuple[int, int]:
 def _heads_of_falcon(config: Config) -> tuple[int, int]:
     heads, keys = whole_numbers(config, "num_attention_heads", "num_kv_heads")
     return heads, keys if config["new_decoder_architecture"] or not config["multi_query"] else 1
+
+
+def _is_new_falcon(config: Config) -> bool:
+    """Whether it has several heads of keys, or norms of its own for attention: else it is as the first Falcon."""
+    return (config["num_kv_heads"], config["num_ln_in_parallel_attn"]) != (1, 1)
 
 
 _FOUR_TIMES = {**pair("mlp.dense_h_to_4h", "ffn_up"), **pair("mlp.dense_4h_to_h", "ffn_down")}
@@ -128,7 +133,14 @@ _FALCON = GgufFamily(
     dense=_FOUR_TIMES,
     changes=_rearranged(_QUERY_KEY_VALUE, _heads_of_falcon),
     key_heads=lambda config: _heads_of_falcon(config.to_dict())[1],
+    dense_width="ffn_hidden_size",
+    without={"attn_norm_2.weight": pair("input_layernorm", "attn_norm")},
     multipliers={"layer_norm_epsilon": EPSILON},
+    implied={
+        "new_decoder_architecture": _is_new_falcon,
+        "multi_query": lambda config: not _is_new_falcon(config),
+        "activation": lambda _: "gelu",
+    },
     computes={"activation": GELU, "alibi": (False,), "parallel_attn": (True,), "bias": (False,)},
     remark=rounded_gelu,
     cutting="falcon",
@@ -180,6 +192,11 @@ def _clamp_of_mpt(config: "PreTrainedConfig") -> float | None:
     return float(bound) if bound else None
 
 
+def _attention_of_mpt(said: Metadata) -> dict[str, object]:
+    bound, most = said.get("attention.clamp_kqv"), said["attention.max_alibi_bias"]
+    return {"alibi": bool(most), "alibi_bias_max": round(most), "clip_qkv": float(bound) if bound else None}
+
+
 def _other_mpt(config: "PreTrainedConfig") -> str | None:
     own, width = config.attn_config, config.d_model // config.n_heads
     if not own.alibi:
@@ -221,6 +238,7 @@ _MPT = GgufFamily(
         "attention.max_alibi_bias": lambda config: float(config.attn_config.alibi_bias_max),
         "attention.clamp_kqv": _clamp_of_mpt,
     },
+    told={"attn_config": _attention_of_mpt, "max_seq_len": lambda said: said["context_length"]},
     objection=_other_mpt,
     remark=_remark_on_mpt,
 )

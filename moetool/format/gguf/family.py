@@ -5,7 +5,7 @@ Sources: https://github.com/ggml-org/llama.cpp (`conversion/`, `src/models/`).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Setting = int | float | bool
 Config = Mapping[str, object]
+Metadata = Mapping[str, Any]
 Recast = Callable[[Config, Tensor], Tensor]
 
 ATTENTION: Mapping[str, str] = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
@@ -200,6 +201,7 @@ class GgufFamily:
         dense: matrices of a layer without experts.
         changes: tensors of a layer that a file has otherwise.
         former: names of tensors of a layer in early files, and those of a checkpoint.
+        without: by tensors of a layer in a file, names of others where it has none of these.
         scaled: tensors that a file has multiplied, without their layer, and what tells of a config by which number, or
             by which of each row.
         counts: further whole numbers, config keys and metadata keys, as `COUNTS`.
@@ -216,6 +218,7 @@ class GgufFamily:
         choices: metadata that says in numbers what entries say in words.
         fixed: metadata that every file of the family has.
         computes: config keys, and the values that llama.cpp computes, whatever a file says.
+        told: entries of a config that a file's metadata tell in another way, and what makes each of these.
         implied: entries of a config that follow from its others in every model that llama.cpp computes, where
             transformers has another default.
         pieces: llama.cpp's name of a tokenizer of pieces.
@@ -277,6 +280,7 @@ class GgufFamily:
     dense: Mapping[str, str] = field(default_factory=lambda: without_experts("mlp"))
     changes: Mapping[str, Change] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
+    without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     scaled: Mapping[str, Callable[["PreTrainedConfig"], float | Tensor]] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
@@ -294,6 +298,7 @@ class GgufFamily:
     choices: Mapping[str, tuple[str, Mapping[object, Setting]]] = field(default_factory=dict)
     fixed: Mapping[str, Setting] = field(default_factory=dict)
     computes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    told: Mapping[str, Callable[[Metadata], object]] = field(default_factory=dict)
     implied: Mapping[str, Callable[[Config], object]] = field(default_factory=dict)
     pieces: str = "llama"
     cutting: str | None = None
