@@ -385,6 +385,12 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
+    "nemotron_h-latent": {
+        "moe_latent_size": 16,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 8,
+    },
     "nemotron_h": {
         "layers_block_type": [LINEAR, "moe", WHOLE, "moe"],
         "mamba_num_heads": 8,

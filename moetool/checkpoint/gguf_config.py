@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moetool.checkpoint.gguf_gemma4 import entries_of_gemma4
+from moetool.checkpoint.gguf_layers import kinds_of_layers, turns_of_layers
 from moetool.checkpoint.gguf_metadata import GgufMetadata, decimal
 from moetool.checkpoint.gguf_rope import rotary_embeddings
 from moetool.format.gguf.words import (
@@ -203,7 +204,7 @@ class GgufConfig(GgufMetadata):
         family = self.family
         width = self._dense_width()
         if not family.is_moe:
-            self.asked.update((EXPERT_COUNT, EXPERTS_USED))  # none, said by some converters
+            self.asked.update((EXPERT_COUNT, EXPERTS_USED, *GROUPS))  # none, said by some converters
             return {family.dense_width: width}
         found: dict[str, object] = {
             family.dense_width: width,
@@ -257,6 +258,10 @@ class GgufConfig(GgufMetadata):
             found["indexer_types"] = ["full" if one else "shared" for one in own[: self.layers]]
         if family.kinds_by_heads is not None:
             found["layer_types"] = [family.kinds_by_heads[heads > 0] for heads in self._key_heads]
+        if family.skips_experts:
+            found["layer_types"] = kinds_of_layers(self, self.layers)
+        if hasattr(self._defaults, "attn_layer_period"):
+            found |= turns_of_layers(self, self.layers)
         if family.attention_interval is not None:
             step = int(self.number(family.attention_interval))
             found["layer_types"] = [_LINEAR if (layer + 1) % step else _WHOLE for layer in range(self.layers)]

@@ -271,6 +271,9 @@ def test_families_of_one_architecture_are_told_apart_by_their_metadata() -> None
     assert family_in_file("olmo2", {"attention.sliding_window": 8}).model_type == "olmo3"
     assert family_in_file("llama", {}).model_type == "llama"
     assert family_in_file("llama", experts).model_type == "mixtral"
+    assert family_in_file("jamba", experts).is_moe
+    assert not family_in_file("jamba", {"expert_count": 1}).is_moe  # as llama.cpp's converter writes Jamba 3B
+    assert family_in_file("olmoe", {"expert_count": 1}).is_moe
     with pytest.raises(InvalidInputError, match=r"llama\.cpp's 'minimax-01' with experts\. moetool reads afmoe, "):
         family_in_file("minimax-01", experts)
 

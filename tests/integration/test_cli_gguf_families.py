@@ -69,6 +69,9 @@ READ_STRUCTURES = (
     "falcon",
     "falcon-groups",
     "mpt",
+    "jamba",
+    "nemotron_h-latent",
+    "nemotron_h-dense",
 )
 # Through which a text can go layer by layer.
 CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared" and "sharing" not in name]

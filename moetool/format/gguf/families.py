@@ -48,10 +48,10 @@ READ = frozenset(
         "afmoe", "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
         "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2", "gemma3_text",
         "gemma4_text", "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
-        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2", "lfm2_moe",
-        "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "mpt", "olmo2",
-        "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
+        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jamba", "lfm2",
+        "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral",
+        "mpt", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
     ]
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = {
@@ -100,13 +100,16 @@ def _all_attend(config: Settings) -> bool:
 def family_in_file(architecture: str, entries: Mapping[str, object]) -> GgufFamily:
     """The family of a GGUF file, by the name of its architecture and by its metadata, by keys without that name: of
     several, the first with which fewest metadata are at odds. Raises `InvalidInputError` for one not known."""
-    is_moe = bool(entries.get(EXPERT_COUNT))
+    experts = entries.get(EXPERT_COUNT) or 0
     read = [family for family in GGUF_FAMILIES if family.model_type in READ]
-    known = [family for family in read if family.architecture == architecture and family.is_moe == is_moe]
+    named = [family for family in read if family.architecture == architecture]
+    known = [family for family in named if family.is_moe == bool(experts)]
+    if experts == 1:  # as files of Jamba without experts say
+        known = [family for family in named if not family.is_moe] or known
     if not known:
         names = ", ".join(sorted({family.architecture for family in read}))
-        experts = " with experts" if is_moe else ""
-        raise InvalidInputError(f"It holds a model of llama.cpp's '{architecture}'{experts}. moetool reads {names}.")
+        kind = " with experts" if experts else ""
+        raise InvalidInputError(f"It holds a model of llama.cpp's '{architecture}'{kind}. moetool reads {names}.")
 
     def at_odds(family: GgufFamily) -> int:
         has_shared, has_windows = family.shared_width is not None, family.window_period is not None

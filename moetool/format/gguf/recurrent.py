@@ -191,10 +191,13 @@ _NEMOTRON_H = GgufFamily(
     skips_experts=True,
     experts_key="n_routed_experts",
     width_key=EXPERT_WIDTH,
+    shared_width="moe_shared_expert_intermediate_size",
     names={
         **_NEMOTRON_NAMES,
         "norm.weight": "attn_norm.weight",
         **beside("mixer.shared_experts"),
+        "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+        "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
         **{f"mixer.{module}.weight": f"{own}.weight" for module, own in ATTENTION.items()},
     },
     outside={
@@ -209,6 +212,7 @@ _NEMOTRON_H = GgufFamily(
         "ssm_state_size": "ssm.state_size",
         "n_groups": "ssm.group_count",
         "mamba_num_heads": "ssm.time_step_rank",
+        "moe_latent_size": "moe_latent_size",
     },
     multipliers={"layer_norm_epsilon": "attention.layer_norm_epsilon", **SCALED},
     flags=IF_RENORMALIZED,
@@ -216,7 +220,6 @@ _NEMOTRON_H = GgufFamily(
     fixed=SIGMOID,
     computes={
         "mlp_hidden_act": ("relu2",),
-        "moe_latent_size": (None,),
         "use_conv_bias": (True,),
         "use_bias": (False,),
         "mlp_bias": (False,),
@@ -226,6 +229,7 @@ _NEMOTRON_H_DENSE = replace(
     _NEMOTRON_H,
     architecture="nemotron_h",
     is_moe=False,
+    shared_width=None,
     layer="backbone.layers.{layer}",
     outside={
         **dict.fromkeys(("model.embed_tokens.weight", "model.norm.weight"), ""),
@@ -233,7 +237,7 @@ _NEMOTRON_H_DENSE = replace(
         "backbone.norm_f.weight": "output_norm.weight",
     },
     dense={f"mixer.{role}_proj.weight": f"ffn_{role}.weight" for role in ("up", "down")},
-    counts={key: own for key, own in _NEMOTRON_H.counts.items() if key not in N_SHARED},
+    counts={key: own for key, own in _NEMOTRON_H.counts.items() if key not in {*N_SHARED, "moe_latent_size"}},
     multipliers={"layer_norm_epsilon": "attention.layer_norm_epsilon"},
     flags={},
     fixed={},
@@ -282,7 +286,7 @@ RECURRENT: tuple[GgufFamily, ...] = (
     _GRANITE_HYBRID,
     _GRANITE_HYBRID_DENSE,
     _JAMBA,
-    replace(_JAMBA, is_moe=False),
+    replace(_JAMBA, is_moe=False, implied={"num_experts": lambda _: 1}),
     _NEMOTRON_H,
     _NEMOTRON_H_DENSE,
 )
