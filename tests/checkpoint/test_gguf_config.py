@@ -158,6 +158,16 @@ def test_latent_attention() -> None:
     assert "head_dim" not in found
 
 
+def test_layers_with_delta_rules_have_no_heads_of_keys() -> None:
+    """As llama.cpp's converter writes Kimi Linear, but for its sizes."""
+    own = {"attention.head_count_kv": [0, 1, 0], "kda.head_dim": 16, "ssm.conv_kernel": 4}
+    plain = {key: value for key, value in LATENT.items() if not key.startswith("rope.scaling")}
+    found = config("kimi_linear", {**EXPERTS, **plain, **own})
+    assert found["layer_types"] == ["linear_attention", "full_attention", "linear_attention"]
+    assert (found["linear_num_heads"], found["linear_head_dim"], found["num_key_value_heads"]) == (4, 16, 4)
+    assert "rope_parameters" not in found
+
+
 @pytest.mark.parametrize(("groups", "choice"), [({}, "greedy"), ({"expert_group_count": 8}, "group_limited_greedy")])
 def test_how_deepseek_v2_chooses_follows_from_its_groups(groups: Mapping[str, int], choice: str) -> None:
     used = {"expert_group_used_count": 3} if groups else {}

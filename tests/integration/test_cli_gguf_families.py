@@ -72,6 +72,7 @@ READ_STRUCTURES = (
     "jamba",
     "nemotron_h-latent",
     "nemotron_h-dense",
+    "kimi_linear",
 )
 # Through which a text can go layer by layer.
 CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared" and "sharing" not in name]

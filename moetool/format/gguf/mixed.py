@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.delta_rules import KDA_CHANGES, KDA_MODULES, KDA_NAMES
+from moetool.format.gguf.delta_rules import KDA_MODULES, KDA_NAMES, decay, logarithm
 from moetool.format.gguf.family import (
     Change,
     Config,
@@ -71,6 +71,11 @@ def _other_delta_rule(config: "PreTrainedConfig") -> str | None:
     return None
 
 
+def _kernels(name: str) -> Change:
+    """Kernels `[channels, 1, width]` of a convolution, which llama.cpp's converter has as `[1, channels, 1, width]`."""
+    return changed(name, lambda _, given: given, lambda _, given: given.reshape(-1, 1, given.shape[-1]))
+
+
 _norms = told_epsilon(
     "llama.cpp adds {eps:g} (rms_norm_eps) to the squared norm of queries and keys of delta rules and to the mean "
     f"square of small vectors of attention, transformers {FIXED_EPSILON:g}: logits differ slightly."
@@ -82,6 +87,7 @@ _KIMI_LINEAR = replace(
     is_latent=True,
     is_lite_by_layers=False,
     varies_heads=True,
+    kinds_by_heads=("linear_attention", "full_attention"),
     has_shared=False,
     may_tie=False,
     experts_key="num_experts",
@@ -91,11 +97,16 @@ _KIMI_LINEAR = replace(
         **KDA_NAMES,
     },
     modules={**KDA_MODULES, "block_sparse_moe.": "mlp."},
-    dense={**without_experts("mlp"), **without_experts("block_sparse_moe")},
-    changes={**LATENT, **KDA_CHANGES},
+    dense={**without_experts("block_sparse_moe"), **without_experts("mlp")},
+    changes={
+        **LATENT,
+        **{f"self_attn.{one}_conv1d.weight": _kernels(f"ssm_conv1d_{one}.weight") for one in ("q", "k", "v")},
+        "self_attn.A_log": changed("ssm_a", decay, lambda config, given: logarithm(config, given).view(1, 1, -1, 1)),
+    },
     counts={**LATENT_COUNTS, "linear_head_dim": "kda.head_dim", "linear_conv_kernel_dim": "ssm.conv_kernel"},
     flags={},
     computes={**RENORMALIZED, **UNBIASED, "q_lora_rank": (None,)},
+    implied={"linear_num_heads": lambda config: config["num_attention_heads"]},
     objection=_other_delta_rule,
     remark=_norms,
     cutting="kimi-k2",
