@@ -496,7 +496,7 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
 }
 
 # Families whose files are read as those of another, which computes the same.
-READ_AS_ANOTHER = ("glm4_moe_lite", "iquestcoder", "solar_open")
+READ_AS_ANOTHER = ("glm4_moe_lite", "internlm3", "iquestcoder", "solar_open")
 
 
 def gguf_model(name: str, **changes: Any) -> Any:

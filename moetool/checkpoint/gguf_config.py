@@ -246,8 +246,10 @@ class GgufConfig(GgufMetadata):
         family, rope = self.family, rotary_embeddings(self, self._head_width)
         found: dict[str, object] = self._latent() if family.is_latent else {"head_dim": self._head_width}
         if family.biases:
-            has_bias = any(name.endswith(".attn_q.bias") for name in self.shapes)
-            found |= dict.fromkeys(("attention_bias", "use_qkv_bias"), has_bias)
+            if "o_proj" in family.biases and self._has("attn_q.bias") != self._has("attn_output.bias"):
+                raise self.unread("biases of some matrices of attention only")
+            found |= dict.fromkeys(("attention_bias", "use_qkv_bias"), self._has("attn_q.bias"))
+        found["mlp_bias"] = self._has("ffn_down.bias")
         if family.has_head_norms:
             found["use_qk_norm"] = layer_in_file(0, "attn_q_norm.weight") in self.shapes
         found["num_ln_in_parallel_attn"] = 1 + (layer_in_file(0, "attn_norm_2.weight") in self.shapes)
@@ -287,6 +289,10 @@ class GgufConfig(GgufMetadata):
         if "original_max_position_embeddings" in rope:  # of Phi-3, which looks for it here
             found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         return {**found, "rope_parameters": rope}
+
+    def _has(self, name: str) -> bool:
+        """Whether any layer has a tensor of this name."""
+        return any(layer_in_file(layer, name) in self.shapes for layer in range(self.layers))
 
     def _pattern(self) -> list[bool]:
         """Tell of every layer whether its attention sees a sliding window of the text only."""

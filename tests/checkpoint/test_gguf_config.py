@@ -258,6 +258,17 @@ def test_what_is_refused(model_type: str, entries: Mapping[str, Any], said: str)
     assert str(error.value).endswith("Take the model's own checkpoint.")
 
 
+def test_biases() -> None:
+    """transformers has them in all matrices of a Llama's attention or in none."""
+    biases = {f"blk.0.{module}.bias": torch.empty(64) for module in ("attn_q", "attn_output", "ffn_down")}
+    found = config("llama", {}, biases)
+    assert (found["attention_bias"], found["mlp_bias"]) == (True, True)
+    assert config("llama", {})["attention_bias"] is config("llama", {})["mlp_bias"] is False
+    del biases["blk.0.attn_output.bias"]
+    with pytest.raises(InvalidInputError, match="biases of some matrices of attention only"):
+        config("llama", {}, biases)
+
+
 def test_what_is_lacking_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"lacks gemma2\.attention.layer_norm_rms_epsilon in its metadata"):
         config("gemma2", {"attention.layer_norm_rms_epsilon": None})
@@ -280,6 +291,7 @@ def test_families_of_one_architecture_are_told_apart_by_their_metadata() -> None
     assert family_in_file("olmo2", {}).model_type == "olmo2"
     assert family_in_file("olmo2", {"attention.sliding_window": 8}).model_type == "olmo3"
     assert family_in_file("llama", {}).model_type == "llama"
+    assert family_in_file("exaone", {}).model_type == "llama"
     assert family_in_file("llama", experts).model_type == "mixtral"
     assert family_in_file("jamba", experts).is_moe
     assert not family_in_file("jamba", {"expert_count": 1}).is_moe  # as llama.cpp's converter writes Jamba 3B

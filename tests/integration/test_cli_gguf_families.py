@@ -12,6 +12,7 @@ import pytest
 import torch
 from around_dense import AROUND_DENSE
 from checkpoints import config_of, copy_of, load, tensors_of
+from dense_families import build_dense
 from families import add_prediction_layer
 from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, READ_AS_ANOTHER, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.gguf.families import READ
+from moetool.format.gguf.words import halved
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 
@@ -122,12 +124,15 @@ def contents_of(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def write_file(target: Path, source: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write metadata, of the types that they have in `source`, and tensors."""
-    fields, start = gguf.GGUFReader(source).fields, "general.architecture"
-    writer = gguf.GGUFWriter(target, entries[start])
+    """Write metadata, of the types that they have in `source`, and tensors; their architecture may have another name."""
+    start = "general.architecture"
+    fields, architecture = gguf.GGUFReader(source).fields, entries[start]
+    own = f"{fields[start].contents()}."
+    kinds = {re.sub(f"^{re.escape(own)}", f"{architecture}.", key): field.types for key, field in fields.items()}
+    writer = gguf.GGUFWriter(target, architecture)
     for key, value in entries.items():
         if key != start:
-            writer.add_key_value(key, value, *fields[key].types[:2])
+            writer.add_key_value(key, value, *kinds[key][:2])
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.contiguous().numpy())
     writer.write_header_to_file()
@@ -242,6 +247,46 @@ def test_gate_and_up_of_experts_may_lie_in_one_tensor(
         tensors[own.replace("gate", "gate_up")] = torch.cat(parts, dim=1)
     write_file(joined, apart, entries, tensors)
     assert_alike(caplog, apart, joined)
+
+
+@pytest.fixture
+def exaone(run_cli: Any, tmp_path: Path) -> tuple[Path, Path]:
+    """A Llama, and the file of an EXAONE 3 with its numbers: rotary embeddings turn rows that are half a head apart in
+    llama.cpp's, too."""
+    path, written, own = tmp_path / "llama", tmp_path / "out" / "model.gguf", tmp_path / "exaone.gguf"
+    build_dense("llama-rope-scaled", vocab_size=320).save_pretrained(path)
+    assert export(run_cli, path, tmp_path / "out", "--type", "f32").code == 0
+    entries, tensors = contents_of(written)
+    heads = {"attn_q": entries["llama.attention.head_count"], "attn_k": entries["llama.attention.head_count_kv"]}
+    for name in tensors:
+        if (count := heads.get(name.rpartition(".weight")[0].rpartition(".")[2])) is not None:
+            tensors[name] = halved(tensors[name], count)
+    entries = {re.sub(r"^llama\.", "exaone.", key): value for key, value in entries.items()}
+    write_file(own, written, {**entries, "general.architecture": "exaone"}, tensors)
+    return path, own
+
+
+def test_exaone_3_is_read_as_the_llama_that_it_is(
+    exaone: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    source, file = exaone
+    caplog.clear()
+    found = Checkpoint.open(file).path
+    assert not caplog.records
+    expected, read = tensors_of(source), tensors_of(found)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
+    tokens = torch.arange(3, 67)[None]
+    torch.testing.assert_close(load(found)(tokens).logits, load(source)(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+def test_llama_cpp_computes_exaone_3_as_that_llama(exaone: tuple[Path, Path]) -> None:
+    source, file = exaone
+    tokens = torch.arange(3, 51)
+    found, expected = logits_in_llama_cpp(file, tokens), load(source)(tokens[None]).logits[0]
+    assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["minimax", "mimo_v2_flash"])

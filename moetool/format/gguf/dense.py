@@ -46,8 +46,8 @@ _UNGATED = {**pair("mlp.up_proj", "ffn_up"), **pair("mlp.down_proj", "ffn_down")
 _GATED_WITH_BIASES = {**pair("mlp.gate_proj", "ffn_gate"), **_UNGATED}
 
 MISTRAL = GgufFamily("mistral", "llama", is_moe=False, is_interleaved=True, slows_rope=True)
-_LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES)
-GRANITE_DENSE = replace(_LLAMA, model_type="granite", architecture="granite", multipliers=GRANITE)
+_LLAMA = replace(MISTRAL, model_type="llama", biases=ALL_BIASES, dense=_GATED_WITH_BIASES)
+GRANITE_DENSE = replace(MISTRAL, model_type="granite", architecture="granite", biases=ALL_BIASES, multipliers=GRANITE)
 
 
 def _other_gemma(largest: int) -> Callable[["PreTrainedConfig"], str | None]:
@@ -240,7 +240,9 @@ DENSE: tuple[GgufFamily, ...] = (
     QWEN3,
     GRANITE_DENSE,
     replace(_LLAMA, model_type="iquestcoder"),
-    replace(_LLAMA, model_type="internlm3", dense=_GATED_WITH_BIASES),
+    replace(_LLAMA, model_type="internlm3"),
+    # EXAONE 3 is a Llama of which a file has rows of queries and keys as they are.
+    replace(_LLAMA, architecture="exaone", is_interleaved=False, cutting="exaone"),
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
