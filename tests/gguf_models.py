@@ -195,6 +195,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {},
     "minimax_m2-tied": {"tie_word_embeddings": True},
+    "sarvam_moe": {},
+    "sarvam_moe-partial": {"rope_parameters": {**_PLAIN_ROPE, "partial_rotary_factor": 0.5}},
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "exaone_moe-slowed": {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _SLOWED},
     "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},

@@ -75,6 +75,8 @@ READ_STRUCTURES = (
     "nemotron_h-latent",
     "nemotron_h-dense",
     "kimi_linear",
+    "internlm3",
+    "sarvam_moe-partial",
 )
 # Through which a text can go layer by layer.
 CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared" and "sharing" not in name]
@@ -124,7 +126,7 @@ def contents_of(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def write_file(target: Path, source: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write metadata, of the types that they have in `source`, and tensors; their architecture may have another name."""
+    """Write metadata, of the types that they have in `source`, and tensors, of whatever architecture."""
     start = "general.architecture"
     fields, architecture = gguf.GGUFReader(source).fields, entries[start]
     own = f"{fields[start].contents()}."
@@ -518,6 +520,7 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
             },
             "another base",
         ),
+        ("sarvam_moe", {"n_shared_experts": 2}, "n_shared_experts"),
         ("gemma4_text-sharing", {"layer_types": [WHOLE, WINDOW] * 2}, "last layer that has some"),
         ("gemma4_text-sharing", {"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input"),
         ("gemma4_text-sharing", {"use_double_wide_mlp": True}, "use_double_wide_mlp"),

@@ -51,7 +51,8 @@ READ = frozenset(
         "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear",
         "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4",
         "mixtral", "mpt", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_moe", "seed_oss", "smollm3", "stablelm",
+        "starcoder2",
     ]
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = {

@@ -136,7 +136,7 @@ def gate_and_up(gate: str, up: str) -> Change:
 
 def nearest(name: str) -> Change:
     """A matrix that is the same in a file, and has the nearest codes of 8 bits: an indexer's, which gives places in a
-    text and so no gradient, or one whose inputs come apart, for a group of heads each."""
+    text and so no gradient, one whose inputs come apart, for a group of heads each, or several modules in one."""
     return changed(name, lambda _, given: given, lambda _, given: given)
 
 

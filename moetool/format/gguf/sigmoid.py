@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import GgufFamily, beside, without_experts
+from moetool.format.gguf.family import GgufFamily, beside, nearest, without_experts
 from moetool.format.gguf.routing import (
     INNER_BIASES,
     NOT_SCALED,
@@ -16,7 +16,7 @@ from moetool.format.gguf.routing import (
     SIGMOID_RENORMALIZED,
     UNBIASED,
 )
-from moetool.format.gguf.words import EXPERT_WIDTH
+from moetool.format.gguf.words import EMBEDDINGS, EXPERT_WIDTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,6 +30,24 @@ _GLM4_MOE = replace(
     biases=INNER_BIASES,
     names=POST_ATTENTION,
     cutting="glm4",
+)
+# As Ling 2.0, whose files it reads, too.
+_SARVAM_MOE = replace(
+    ROUTED_AS_DEEPSEEK,
+    model_type="sarvam_moe",
+    architecture="bailingmoe2",
+    is_partial=True,
+    is_square=True,
+    needs_head=True,
+    names={
+        "attention.dense.weight": "attn_output.weight",
+        "attention.query_layernorm.weight": "attn_q_norm.weight",
+        "attention.key_layernorm.weight": "attn_k_norm.weight",
+    },
+    outside={"model.embed_tokens.weight": "", "model.word_embeddings.weight": EMBEDDINGS},
+    modules={"attention.dense": "self_attn.o_proj"},
+    changes={"attention.query_key_value.weight": nearest("attn_qkv.weight")},  # of three modules of transformers'
+    computes={**UNBIASED, "n_shared_experts": (1,), "use_qk_norm": (True,)},
 )
 _EXAONE_MOE = replace(
     ROUTED_AS_DEEPSEEK,
@@ -94,6 +112,7 @@ OF_SIGMOID: tuple[GgufFamily, ...] = (
         groups_heads=False,
         needs_head=True,
     ),
+    _SARVAM_MOE,
     _EXAONE_MOE,
     _AFMOE,
     replace(
