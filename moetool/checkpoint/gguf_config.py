@@ -148,10 +148,11 @@ class GgufConfig(GgufMetadata):
             else:
                 found[key] = self._shared_count() if own == SHARED_COUNT else None
         found["num_kv_heads"] = found["num_key_value_heads"]  # its name in Falcon
+        has_own_epsilon = any("epsilon" in own for own in (*family.multipliers.values(), *family.fixed))
         for key, own in {**FRACTIONS, **family.multipliers}.items():
             if (value := self.entry(own)) is not None:
                 found[key] = decimal(value)
-            elif key in FRACTIONS and not any("epsilon" in other for other in family.multipliers.values()):
+            elif key in FRACTIONS and not has_own_epsilon:
                 self.number(own)
         for key, own in family.of_layers.items():
             if (values := self.entry(own)) is not None:

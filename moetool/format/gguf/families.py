@@ -47,12 +47,12 @@ READ = frozenset(
     [
         "afmoe", "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
         "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2", "gemma3_text",
-        "gemma4_text", "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
-        "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear",
-        "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral", "mistral4",
-        "mixtral", "mpt", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_moe", "seed_oss", "smollm3", "stablelm",
-        "starcoder2",
+        "gemma4_text", "glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_oss", "granite",
+        "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "llama", "llama4_text", "mellum", "minimax_m2", "ministral3", "mistral",
+        "mistral4", "mixtral", "mpt", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3",
+        "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_moe",
+        "seed_oss", "smollm3", "stablelm", "starcoder2",
     ]
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = {
