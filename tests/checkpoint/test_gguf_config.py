@@ -207,7 +207,7 @@ def test_heads_of_two_widths() -> None:
 
 
 def test_layers_that_share_keys_and_values_may_be_twice_as_wide() -> None:
-    """As llama.cpp's converter writes Gemma 4 E2B, but for its sizes."""
+    """In small models of Gemma 4, whose layers are given a vector of each token, too."""
     widths = {"feed_forward_length": [96, 96, 192], "attention.shared_kv_layers": 1, "final_logit_softcapping": 0.0}
     tensors = {"blk.2.attn_v.weight": torch.empty(32, 64), "per_layer_token_embd.weight": torch.empty(320, 24)}
     given = {**WIDE, **widths, "attention.head_count_kv": 1, "embedding_length_per_layer_input": 8}
