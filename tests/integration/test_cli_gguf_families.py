@@ -78,6 +78,7 @@ READ_STRUCTURES = (
     "internlm3",
     "sarvam_moe-partial",
 )
+QUANTIZED = ("deepseek_v3", "llama4_text", "lfm2_moe", "granitemoehybrid", "gemma4_text", "jamba", "nemotron_h")
 # Through which a text can go layer by layer.
 CALIBRATED = [name for name in MODELS if name != "glm_moe_dsa-shared" and "sharing" not in name]
 # With GELU, where the last bit of 16 may differ.
@@ -203,9 +204,7 @@ def test_a_file_is_read_as_the_model_that_it_was_made_of(
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * float(before.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "name", sampled(("deepseek_v3", "llama4_text", "lfm2_moe", "granitemoehybrid"), ("deepseek_v3", "lfm2_moe"))
-)
+@pytest.mark.parametrize("name", sampled((*QUANTIZED, "kimi_linear", "sarvam_moe"), ("deepseek_v3", "gemma4_text")))
 def test_commands_take_a_quantized_file(
     run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -242,7 +242,7 @@ DENSE: tuple[GgufFamily, ...] = (
     replace(_LLAMA, model_type="iquestcoder"),
     replace(_LLAMA, model_type="internlm3"),
     # EXAONE 3 is a Llama of which a file has rows of queries and keys as they are.
-    replace(_LLAMA, architecture="exaone", is_interleaved=False, cutting="exaone"),
+    replace(_LLAMA, architecture="exaone", is_interleaved=False),
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
