@@ -84,6 +84,13 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
 
 
+def _is_alike(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
+    """Whether two shapes are the same but for dimensions of length one, all of which transformers 5.17 to 5.22 leaves
+    out of what it says of experts' matrices."""
+    longer = [tuple(size for size in shape if size > 1) for shape in (held, promised)]
+    return longer[0] == longer[1]
+
+
 def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
     """Whether experts' matrices lie in one tensor as `[experts, in, out]`, which transformers turns round for those
     families that have them so: of others the loader says."""
@@ -105,7 +112,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     promised = names_on_disk(empty_model(checkpoint.config, checkpoint.path, torch.float32))
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
-        if name in held and held[name].shape != shape and not _is_turned(held[name].shape, shape):
+        if name in held and not _is_alike(held[name].shape, shape) and not _is_turned(held[name].shape, shape):
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(held[name].shape)}, config.json promises "
                 f"{list(shape)}."
