@@ -138,10 +138,11 @@ def _worst(found: Evaluation | None) -> str:
 
 
 def _own_kinds(found: Evaluation | None) -> str:
-    """Names of the texts of whose kind a model's calibration had some."""
+    """Names of the texts of whose kind a model's calibration had some, `none`, or nothing where it had no text."""
     texts = () if found is None else found.texts
     named = zip(short_names([text.name for text in texts]), texts, strict=True)
-    return ", ".join(name for name, text in named if text.own_kind)
+    own = ", ".join(name for name, text in named if text.own_kind)
+    return own or ("none" if any(text.own_kind is not None for text in texts) else "")
 
 
 def _task_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:

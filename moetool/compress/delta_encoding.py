@@ -40,7 +40,7 @@ from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, write_model
 from moetool.numerics.rotation import rotated
-from moetool.representations import Measured, Representation
+from moetool.representations import Measured, Representation, describe
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.sparse import MagnitudeSparse, Sparse
@@ -137,10 +137,10 @@ def encoded_layouts(source: Source, form: Form) -> dict[int, LayerLayout]:
             if own is None:  # a group that svd-compress found better off without a base
                 weights[role] = None
                 continue
-            if others := [entry.spec for entry in own if not entry.is_plain]:
+            if others := [entry for entry in own if not entry.is_plain]:
                 raise InvalidInputError(
-                    f"The deltas of layer {layer} are already stored as '{others[0]}'. Start from what export --format "
-                    "dense-experts writes of this model, or from its source."
+                    f"The deltas of layer {layer} are stored as {describe(others)} already. Start from what this was "
+                    "compressed from, or decompose what export --format dense-experts writes of it."
                 )
             weights[role] = tuple(form(layer, expert, role, entry) for expert, entry in enumerate(own))
         layouts[layer] = LayerLayout(reader.shape, weights, old.base_channels, old.dynamic_channels, old.base)

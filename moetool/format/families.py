@@ -24,8 +24,8 @@ def architecture_of(config: Mapping[str, object]) -> Architecture:
     if isinstance(spec, MoESpec):
         return _custom_moe(dense, spec)
     raise InvalidInputError(
-        f"This ({config.get('model_type')}) is {spec.what}. transformers and moetool's {spec.commands} take it; "
-        "commands that store or remove experts do not."
+        f"This checkpoint ({config.get('model_type')}) is {spec.what}. transformers and moetool's {spec.commands} "
+        "take it; commands that store or remove experts do not."
     )
 
 

@@ -52,6 +52,7 @@ _RESULT = TypeAdapter(RepairResult)
 _LOGITS = 4  # copies of a window's logits while they are noted
 # What a model and the one that it was made of have in common, whatever became of its experts.
 _SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_FROM_DENSE = "`moetool tune --teacher` lets it learn from its dense model."
 
 
 class Repair(Stage[RepairOptions, RepairedSource]):
@@ -307,8 +308,8 @@ def _check_kin(original: Checkpoint, model: Checkpoint) -> None:
     for key in _SHARED:
         mine, other = ours.get(key), theirs.get(key)
         if mine is not None and other is not None and mine != other:
+            upcycled = f" Has it been upcycled from that? {_FROM_DENSE}" if key == "model_type" else ""
             raise InvalidInputError(
-                f"{model.source} has {key} {mine}, and --to {original.source} has {other}: it was not made of that. "
-                f"Name the model that it was compressed from ({format_bytes(original.weight_bytes)} is what this one "
-                "takes)."
+                f"{model.source} has {key} {mine}, and --to {original.source} has {other}: it was not compressed or "
+                f"moefied from that. Name the model that it was.{upcycled}"
             )

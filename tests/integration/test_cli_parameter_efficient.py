@@ -334,6 +334,7 @@ def test_compression_and_export_do_not_take_them(
     result = run_cli(name, source, tmp_path / "out", *options)
     assert result.code == 3, result.stderr
     assert {"pesc": "adapters (PESC)", "simoe": "masks on its own weights (SIMoE)"}[method] in result.stderr
+    assert "This checkpoint (llama) is a model whose experts are" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -182,7 +182,16 @@ def test_another_model_is_no_original(
     result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, "--dry-run")
     assert result.code == 3
     assert "hidden_size 32" in result.stderr
-    assert "has 64: it was not made of that" in result.stderr
+    assert "has 64: it was not compressed or moefied from that" in result.stderr
+
+
+def test_an_upcycled_model_is_sent_to_the_command_that_learns_from_a_dense_one(
+    run_cli: Any, small: Path, dense: Any, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = run_cli("repair", small, tmp_path / "out", "--to", dense("llama"), "--calibration", tiny_text, "--dry-run")
+    assert result.code == 3
+    assert "model_type mixtral" in result.stderr
+    assert "`moetool tune --teacher`" in result.stderr
 
 
 def test_other_tokenizers_are_refused(
@@ -219,7 +228,7 @@ def test_other_vocabularies_are_refused(
     result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
     assert result.code == 3
     assert f"has vocab_size {size}" in result.stderr
-    assert f"has {size + 16}: it was not made of that" in result.stderr
+    assert f"has {size + 16}: it was not compressed or moefied from that" in result.stderr
 
 
 def test_the_memory_of_the_plan_is_enough(

@@ -65,6 +65,17 @@ def test_each_is_what_it_is_alone(run_cli: Any, tiny_mixtral: Path, made: Path, 
     assert "of other kinds loses more" in run_cli(*asked, "--data", texts.split(",")[0]).stdout
 
 
+def test_beside_other_models_a_row_says_for_each_which_texts_are_of_its_calibrations_kind(
+    run_cli: Any, tiny_mixtral: Path, made: Path, texts: str
+) -> None:
+    rows = []
+    for data in (texts, texts.split(",")[1]):
+        shown = run_cli("eval", made, tiny_mixtral, "--data", data, *FEW).stdout
+        line = next(line for line in shown.splitlines() if "calibration's kind" in line)
+        rows.append([cell.strip() for cell in line.strip("│").split("│")][4:])
+    assert rows == [["wiki.test.txt", ""], ["none", ""]]
+
+
 @pytest.mark.usefixtures("short_pieces")
 def test_what_was_mixed_in_is_its_own_kind(run_cli: Any, tiny_mixtral: Path, texts: str, tmp_path: Path) -> None:
     """Of the bundled text those kinds that gave windows."""

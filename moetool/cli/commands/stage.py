@@ -246,7 +246,8 @@ def _size(sizes: Sizes) -> str:
     before, after = format_bytes(sizes.bytes_before), format_bytes(sizes.bytes_after)
     change = "" if sizes.achieved_ratio is None else format_change(sizes.achieved_ratio)
     if sizes.bytes_input is not None:
-        return f"{format_bytes(sizes.bytes_input)} → {after} ({change} than the {before} of the original model)"
+        than = f"{change} than the {before} of" if sizes.bytes_after != sizes.bytes_before else "as large as"
+        return f"{format_bytes(sizes.bytes_input)} → {after} ({than} the original model)"
     return f"{before} → {after}" + (f" ({change})" if change else "")
 
 
