@@ -150,9 +150,14 @@ def _optimizers(
         return None, None
     groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    scheduler = get_scheduler(options.schedule, optimizer, math.ceil(options.warmup * steps), steps)
+    scheduler = get_scheduler(options.schedule, optimizer, _warmup_steps(options, steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0
     return optimizer, scheduler
+
+
+def _warmup_steps(options: TuneOptions, steps: int) -> int:
+    """Steps in which the learning rate rises from 0; not the last, since a single step would then learn nothing."""
+    return min(math.ceil(options.warmup * steps), steps - 1)
 
 
 def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, evaluates: bool) -> TrainingArguments:
@@ -166,7 +171,7 @@ def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, e
         max_steps=options.steps or -1,
         learning_rate=options.learning_rate,
         lr_scheduler_type=options.schedule,
-        warmup_steps=math.ceil(options.warmup * steps),
+        warmup_steps=_warmup_steps(options, steps),
         weight_decay=options.weight_decay,
         bf16=options.bf16,
         seed=options.seed % 2**32,

@@ -92,6 +92,15 @@ def test_layers_that_predict_further_tokens_stay_as_they_are(
     further = [name for name in before if name.startswith("model.layers.3.")]
     assert further
     assert all(before[name].equal(after[name]) for name in further)
+    assert not all(before[name].equal(after[name]) for name in before.keys() - set(further))
+
+
+@pytest.mark.parametrize("warmup", [0.03, 0.99])
+def test_a_single_step_learns(tuned: Any, moe: Path, data: Path, warmup: float) -> None:
+    """The rate rises from 0, which a step that is the only one would be taken with."""
+    output, _ = tuned(moe, "--data", data, "--steps", 1, "--warmup", warmup)
+    before, after = tensors_of(moe), tensors_of(output)
+    assert not any(before[name].equal(after[name]) for name in before if "self_attn" in name)
 
 
 def _loss(path: Path, tokens: Tensor) -> float:
