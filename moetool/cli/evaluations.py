@@ -86,7 +86,13 @@ def print_evaluations(result: Evaluations) -> None:
     names = short_names([found.model for found in result.models])
     texts = {_text(found.text) for found in result.models if found.text is not None}
     print_fields([("data", text) for text in sorted(texts)])
-    print_table(("", "n", "shots", "metric", *names), [*_text_rows(result.models), *_task_rows(result.models)])
+    on_text, on_tasks = _text_rows(result.models), _task_rows(result.models)
+    if on_tasks:
+        print_table(("", "n", "shots", "metric", *names), [*on_text, *on_tasks])
+    else:
+        print_table(
+            ("", "windows", "metric", *names), [(label, windows, *cells) for label, windows, _, *cells in on_text]
+        )
     for name, found in zip(names, result.models, strict=True):
         if any(part is not None and part.depends_on_batch for part in (found.text, found.tasks)):
             print_fields([("note", f"{name}: {BATCH_DEPENDENT}")])

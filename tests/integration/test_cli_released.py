@@ -55,7 +55,7 @@ def test_nothing_of_a_layer_waits_for_the_garbage_collector(
         give_back()
         left.extend(in_cycles())
 
-    for module in [each for each in sys.modules.values() if getattr(each, "return_heap", None) is give_back]:
+    for module in [each for each in [*sys.modules.values()] if getattr(each, "return_heap", None) is give_back]:
         monkeypatch.setattr(module, "return_heap", checked)
     gc.collect()
     gc.disable()

@@ -72,7 +72,7 @@ def test_beside_other_models_a_row_says_for_each_which_texts_are_of_its_calibrat
     for data in (texts, texts.split(",")[1]):
         shown = run_cli("eval", made, tiny_mixtral, "--data", data, *FEW).stdout
         line = next(line for line in shown.splitlines() if "calibration's kind" in line)
-        rows.append([cell.strip() for cell in line.strip("│").split("│")][4:])
+        rows.append([cell.strip() for cell in line.strip("│").split("│")][3:])
     assert rows == [["wiki.test.txt", ""], ["none", ""]]
 
 
