@@ -64,6 +64,17 @@ def test_random_flips(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_pa
     assert not verify_checkpoint(output).notes
 
 
+def test_large_errors_of_matrices_are_explained(
+    run_cli: Any, small: Path, compress: Any, tiny_mixtral: Path, tiny_text: Path
+) -> None:
+    """Where nothing says yet what they do to outputs."""
+    merged = compress(tiny_mixtral, "--method", "quantize", "--bits", 1).path
+    explained = "Errors near 1 may do no harm"
+    assert explained in run_cli("verify", merged, "--against", tiny_mixtral).stdout
+    assert explained not in run_cli("verify", merged, "--against", tiny_mixtral, "--text", tiny_text).stdout
+    assert explained not in run_cli("verify", small, "--against", tiny_mixtral).stdout
+
+
 def test_a_damaged_account_of_costs_can_be_deleted(run_cli: Any, small: Path, tmp_path: Path) -> None:
     output = copy_of(small, tmp_path / "out")
     costs = output / "moetool" / "costs.json"

@@ -16,6 +16,7 @@ from moetool.measure.results import Comparison, Likeness
 from moetool.measure.verification import exported_gguf, verify_checkpoint
 from moetool.stages import stages
 
+_LARGE = 0.8  # relative error of a matrix, at which readers begin to wonder
 _EDITED_HELP = "The model card, licence and other documents were edited since: note it, and go on."
 
 
@@ -55,6 +56,8 @@ def build(
         rows = [(str(layer), *(f"{error:.3g}" for error in roles.values())) for layer, roles in errors.items()]
         print("Relative error of the stored experts, ‖W' − W‖ / ‖W‖:")
         print_table(("layer", *next(iter(errors.values()))), rows)
+        if likeness is None and max(error for roles in errors.values() for error in roles.values()) > _LARGE:
+            print("Errors near 1 may do no harm: codes are chosen for a text's inputs. --text FILE measures outputs.")
     if likeness is not None and likeness.layer_error is not None:
         rows = [(str(layer), f"{error:.3g}") for layer, error in likeness.layer_error.items()]
         print("Relative output error of each layer, given the source's input:")
