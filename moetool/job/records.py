@@ -17,8 +17,8 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
 from moetool.job.job import Input, Source
 
-OWN = Path("moetool")  # the directory beside the weights where no loader looks
-STATISTICS = OWN / "statistics.safetensors"
+RECORDS = Path("moetool")  # the directory beside the weights where no loader looks
+STATISTICS = RECORDS / "statistics.safetensors"
 TOKENIZER = "tokenizer.json"
 
 
@@ -73,13 +73,13 @@ def read_statistics(source: Source) -> dict[int, LayerStatistics]:
 def metrics_of(source: Source) -> dict[int, Path]:
     """Find, by layer, the files that say how errors at the output of its experts count together, which stages hand on
     from `fisher-merge`."""
-    paths = {layer: metric_path(source.checkpoint.path / OWN, layer) for layer in source.experts.moe_layers}
+    paths = {layer: metric_path(source.checkpoint.path / RECORDS, layer) for layer in source.experts.moe_layers}
     return {layer: path for layer, path in paths.items() if path.exists()}
 
 
 def keep_metrics(directory: Path, metrics: Iterable[Path]) -> list[Path]:
     """Keep files of `metrics_of`, or of a base, beside the weights, and return the copies."""
-    return [copy_file(path, directory / OWN / path.name) for path in metrics]
+    return [copy_file(path, directory / RECORDS / path.name) for path in metrics]
 
 
 def check_records(source: Input) -> None:

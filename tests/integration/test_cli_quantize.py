@@ -198,7 +198,7 @@ def test_what_cannot_be(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, option
         (("compress", *METHOD, "--bits", 4), 2, "has experts in moetool's format already"),
         (("decompose",), 2, "without a base: start from its source"),
         (("prune-base", "--ratio", 0.2), 3, "stored without a base"),
-        (("quantize-delta", "--bits", 4), 3, "already stored as"),
+        (("quantize-delta", "--bits", 4), 3, "already. Start from"),
     ],
 )
 def test_stages_that_need_a_base(
