@@ -142,6 +142,7 @@ class MoetoolQuantizer(HfQuantizer):
             self._replace_experts(model, config)
         insert_quantized(model, config)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+        self._shapes = {name: tensor.shape for name, tensor in _own_tensors(model)}
 
     def _described(self, model: "PreTrainedModel") -> Settings:
         """The settings of a model, with the entry by which it is loaded."""
@@ -209,17 +210,20 @@ class MoetoolQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: object) -> "PreTrainedModel":
         fill_embeddings(model)
         # transformers does not fail on tensors that are missing from a file; it leaves memory as it found it.
+        own = [*_own_tensors(model)]
         missing = [
-            f"{name}.{parameter}"
-            for name, module in model.named_modules()
-            if isinstance(module, SharedBaseExperts | CustomLayer | QuantizedModule)
-            for parameter, tensor in [*module.named_parameters(), *module.named_buffers()]
+            name
+            for name, tensor in own
             if not getattr(tensor, "_is_hf_initialized", False) and tensor.device.type != "meta"
         ]
         if missing:
             raise RuntimeError(
                 f"moetool tensors are missing from the checkpoint: {missing[:4]} ({len(missing)} in all)"
             )
+        # Nor do versions 5.17 to 5.22 fail on a wrong shape where there is a quantizer.
+        for name, tensor in own:
+            if (expected := self._shapes.get(name, tensor.shape)) != tensor.shape:
+                raise RuntimeError(f"size mismatch for {name}: {list(tensor.shape)} in the files, not {list(expected)}")
         _check_indices(model)
         # Older transformers leave tensors that they rename in the dtype of the file, whatever was asked for.
         for name, tensor in _tensors(model):
@@ -273,6 +277,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, buffer in module.named_buffers(path, recurse=False):
                 if buffer.is_floating_point():
                     yield name, buffer
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of moetool's own modules, by name."""
+    for path, module in model.named_modules():
+        if isinstance(module, SharedBaseExperts | CustomLayer | QuantizedModule):
+            yield from module.named_parameters(path)
+            yield from module.named_buffers(path)
 
 
 def _check_indices(model: nn.Module) -> None:

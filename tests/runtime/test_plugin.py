@@ -82,7 +82,7 @@ def test_a_loader_that_does_not_name_the_model(
     known, own = logits(load(compressed), prompt), MoetoolQuantizer.update_weight_conversions
     monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, conversions: conversions)
     monkeypatch.setattr(
-        MoetoolQuantizer, "update_weight_conversions", lambda self, conversions, model: own(self, conversions)
+        MoetoolQuantizer, "update_weight_conversions", lambda self, conversions, *_: own(self, conversions)
     )
     assert torch.equal(logits(load(compressed), prompt), known)
 
