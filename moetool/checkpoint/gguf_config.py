@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moetool.checkpoint.gguf_gemma4 import entries_of_gemma4
+from moetool.checkpoint.gguf_gemma4 import entries_of_gemma4, heads_of_gemma4
 from moetool.checkpoint.gguf_layers import kinds_of_layers, turns_of_layers
 from moetool.checkpoint.gguf_metadata import GgufMetadata, decimal
 from moetool.checkpoint.gguf_rope import rotary_embeddings
@@ -113,7 +113,8 @@ class GgufConfig(GgufMetadata):
         found |= {known.attribute_map.get(key, key): value for key, value in entries.items()}
         found |= {key: value(found) for key, value in family.implied.items()}
         if family.has_two_widths:
-            found |= entries_of_gemma4(self, self._pattern())
+            found |= entries_of_gemma4(self)
+            found |= heads_of_gemma4(self, self._pattern(), self._key_heads)
         if others := sorted(self.entries.keys() - self.asked - _UNNEEDED):
             _LOGGER.warning("%s says more of its model than moetool reads: %s.", self.file, ", ".join(others))
         return found
@@ -292,7 +293,7 @@ class GgufConfig(GgufMetadata):
         return {**found, "rope_parameters": rope}
 
     def _has(self, name: str) -> bool:
-        """Whether any layer has a tensor of this name."""
+        """Tell whether the file has a tensor in any decoder layer, by its name without the layer's prefix."""
         return any(layer_in_file(layer, name) in self.shapes for layer in range(self.layers))
 
     def _pattern(self) -> list[bool]:

@@ -7,13 +7,8 @@ _BOUND = 30.0  # of logits, which llama.cpp takes if a file says nothing
 _TOKENS_OF_LAYERS = "per_layer_token_embd.weight"
 
 
-def entries_of_gemma4(metadata: GgufMetadata, windows: list[bool]) -> dict[str, object]:
-    """Entries of `config.json`, some of which transformers turns into those of each layer.
-
-    Args:
-        metadata: of the file.
-        windows: whether each layer attends to a window of the text only.
-    """
+def entries_of_gemma4(metadata: GgufMetadata) -> dict[str, object]:
+    """Return entries of `config.json` that say how wide heads and networks are, and the bound of logits."""
     whole, own = (int(metadata.number(f"{HEAD_WIDTHS[0]}{end}")) for end in ("", "_swa"))
     for key, width in ((HEAD_WIDTHS[1], whole), (f"{HEAD_WIDTHS[1]}_swa", own), (f"{HEAD_WIDTHS[2]}_swa", own)):
         if (said := metadata.entry(key)) not in (None, width):
@@ -27,14 +22,19 @@ def entries_of_gemma4(metadata: GgufMetadata, windows: list[bool]) -> dict[str, 
     }
     if _TOKENS_OF_LAYERS in metadata.shapes:
         found["vocab_size_per_layer_input"] = metadata.shapes[_TOKENS_OF_LAYERS][0]
-    return {**found, **_heads_of_keys(metadata, windows)}
+    return found
 
 
-def _heads_of_keys(metadata: GgufMetadata, windows: list[bool]) -> dict[str, object]:
-    """Heads of keys of both kinds of layers, and whether those of one kind take keys for values."""
+def heads_of_gemma4(metadata: GgufMetadata, windows: list[bool], heads: list[int]) -> dict[str, object]:
+    """Return entries of `config.json` that say how many heads of keys both kinds of layers have, and whether layers
+    that attend to all of a text take keys for values.
+
+    Args:
+        metadata: of the file.
+        windows: whether each layer attends to a window of the text only.
+        heads: of keys, by layer.
+    """
     key = COUNTS["num_key_value_heads"]
-    said = metadata.entry(key)
-    heads = said[: len(windows)] if isinstance(said, list) else [metadata.number(key)] * len(windows)
     by_kind = [
         {count for count, windowed in zip(heads, windows, strict=True) if windowed == kind} for kind in (True, False)
     ]

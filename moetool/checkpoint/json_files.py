@@ -1,4 +1,4 @@
-"""JSON files that hold an object."""
+"""Reading of a checkpoint's JSON files, each of which holds an object."""
 
 import json
 from collections.abc import Callable

@@ -87,8 +87,7 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
 def _is_alike(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
     """Whether two shapes are the same but for dimensions of length one, all of which transformers 5.17 to 5.22 leaves
     out of what it says of experts' matrices."""
-    longer = [tuple(size for size in shape if size > 1) for shape in (held, promised)]
-    return longer[0] == longer[1]
+    return [size for size in held if size != 1] == [size for size in promised if size != 1]
 
 
 def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:

@@ -280,7 +280,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of moetool's own modules, by name."""
+    """Yield the name and the tensor of each parameter and buffer of moetool's modules in a model."""
     for path, module in model.named_modules():
         if isinstance(module, SharedBaseExperts | CustomLayer | QuantizedModule):
             yield from module.named_parameters(path)

@@ -350,10 +350,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
     def _modelfile(self) -> str:
         """What Ollama is told of the file."""
-        checkpoint, has_template = (
-            self.source.checkpoint,
-            self._tokenizer is not None and bool(self._tokenizer.template),
-        )
+        checkpoint = self.source.checkpoint
+        has_template = self._tokenizer is not None and self._tokenizer.template is not None
         given = generation_defaults(checkpoint.path)
         return modelfile(MODEL, context_length(checkpoint.settings), given, has_template=has_template)
 
