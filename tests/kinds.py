@@ -9,7 +9,6 @@ import torch
 from dense_families import build_dense
 from families import build
 from torch import Tensor, nn
-from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
 from moetool.architectures import ROLES, MoEShape, Role
 from moetool.format.entry import custom_entry, format_entry
@@ -22,7 +21,7 @@ from moetool.format.layout import LayerLayout
 from moetool.format.marker import BESIDE
 from moetool.quiet import quiet
 from moetool.representations import Representation, parse_representation
-from moetool.runtime.conversions import fitting
+from moetool.runtime.conversions import conversions_of
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.quantized import QuantizedModule
@@ -221,19 +220,8 @@ def _with(model: Any, entry: Mapping[str, Any]) -> Any:
         if id(tensor) not in native and not is_placeholder(tensor):
             tensor.copy_(_random(name, tensor, model))
     model.config.quantization_config = quantizer.quantization_config
-    model._weight_conversions = _conversions(model)
+    model._weight_conversions = conversions_of(model)
     return model
-
-
-def _conversions(model: Any) -> list[Any]:
-    """What a model is saved by that was loaded."""
-    found = [
-        rule for rule in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(rule, PrefixChange)
-    ]
-    for rule in found:
-        if operations := getattr(rule, "operations", None):
-            rule.operations = [fitting(operation) for operation in operations]
-    return found
 
 
 def _random(name: str, tensor: Tensor, model: Any) -> Tensor:

@@ -8,6 +8,7 @@ does not look (the output-side factor of K-FAC, arXiv:1503.05671, and of YAQA, a
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
+from moetool.checkpoint.writer import is_finite
+from moetool.errors import InvalidInputError
 from moetool.numerics.gram import Gram
 
 _DAMPING = 0.01  # of the mean of the diagonal: a direction that no gradient showed may count elsewhere
@@ -52,8 +55,25 @@ def load_metric(path: Path, device: torch.device) -> Tensor:
 
 
 def load_moment(path: Path, device: torch.device) -> Tensor:
-    """Read the mean of `g gᵀ`, `[hidden, hidden]` fp32 in nats²."""
-    return load_file(path)["mean"].to(device)
+    """Read the mean of `g gᵀ`, `[hidden, hidden]` fp32 in nats².
+
+    Raises:
+        InvalidInputError: a number in the file is none.
+    """
+    moment = load_file(path)["mean"]
+    if not is_finite(moment):
+        raise InvalidInputError(f"{path} is damaged (NaN or infinity). Delete it: errors then count by channel.")
+    return moment.to(device)
+
+
+def moment_shape(path: Path) -> tuple[int, ...]:
+    """The shape that the head of a file promises; empty where it holds something else.
+
+    Raises:
+        SafetensorError, OSError: the file is damaged.
+    """
+    with safe_open(path, "pt") as file:
+        return tuple(file.get_slice("mean").get_shape()) if "mean" in file.keys() else ()  # noqa: SIM118
 
 
 def root(moment: Tensor) -> Tensor:

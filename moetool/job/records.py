@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from moetool.calibration.collectors import LayerStatistics
-from moetool.calibration.output_gradients import load_moment, metric_path
+from moetool.calibration.output_gradients import metric_path, moment_shape
 from moetool.checkpoint.files import copy_file, save_tensors
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import manifest_of
@@ -97,16 +96,16 @@ def check_records(source: Input) -> None:
 
 
 def _check_metrics(source: Source) -> None:
-    """Read all files of `metrics_of`, one after the other, as they are large."""
+    """Read the heads of all files of `metrics_of`; their numbers, which are many, are checked where they are loaded."""
     hidden = source.experts.shape.hidden
     for path in metrics_of(source).values():
         try:
-            moment = load_moment(path, torch.device("cpu"))
-        except (SafetensorError, OSError, KeyError) as error:
+            shape = moment_shape(path)
+        except (SafetensorError, OSError) as error:
             raise InvalidInputError(
                 f"{path} is damaged ({first_line(error)}). Delete it: errors then count by channel."
             ) from error
-        if moment.shape != (hidden, hidden) or not is_finite(moment):
+        if shape != (hidden, hidden):
             raise InvalidInputError(f"{path} does not fit the model. Delete it: errors then count by channel.")
 
 

@@ -17,6 +17,7 @@ from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
+from moetool.runtime.conversions import conversions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,17 +78,12 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
         state.pop(tied, None)
     # Some conversions ask the model for a parameter by name; placeholders of bases are buffers.
     model.get_parameter = state.__getitem__
+    model._weight_conversions = conversions_of(model)
     try:
         on_disk = revert_weight_conversion(model, state)
     finally:
-        del model.get_parameter
+        del model.get_parameter, model._weight_conversions
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
-
-
-def _is_alike(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
-    """Whether two shapes are the same but for dimensions of length one, all of which transformers 5.17 to 5.22 leaves
-    out of what it says of experts' matrices."""
-    return [size for size in held if size != 1] == [size for size in promised if size != 1]
 
 
 def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
@@ -111,7 +107,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     promised = names_on_disk(empty_model(checkpoint.config, checkpoint.path, torch.float32))
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
-        if name in held and not _is_alike(held[name].shape, shape) and not _is_turned(held[name].shape, shape):
+        if name in held and held[name].shape != shape and not _is_turned(held[name].shape, shape):
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(held[name].shape)}, config.json promises "
                 f"{list(shape)}."

@@ -1,9 +1,23 @@
 """transformers' conversions of experts between files and model, for bases and placeholders, too."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 from transformers.core_model_loading import Interleave, MergeModulelist, SplitModulelist, Transpose
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def conversions_of(model: "PreTrainedModel") -> list[Any]:
+    """What a model that was built, not loaded, is saved by."""
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    found = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    for rule in found:
+        if operations := getattr(rule, "operations", None):
+            rule.operations = [fitting(operation) for operation in operations]
+    return found
 
 
 def fitting(operation: Any) -> Any:
