@@ -1,7 +1,7 @@
 """Contents of a GGUF file under a checkpoint's names.
 
-Weights are dequantized to 16 bits (a file in fp32 stays so). Config and names come from `moetool.format.gguf`, the
-tokenizer from transformers, which reads GGUF's.
+Weights are dequantized to 16 bits (a file in fp32 stays so), or to fp32, which holds them exactly. Config and names
+come from `moetool.format.gguf`, the tokenizer from transformers, which reads GGUF's.
 """
 
 import json
@@ -75,10 +75,12 @@ class GgufModel:
     Attributes:
         file: where it lies.
         written: what it was made of, where that is known; else its own metadata tell.
+        is_exact: whether weights become fp32, whatever they are stored in.
     """
 
     file: Path
     written: Written | None = None
+    is_exact: bool = False
 
     @cached_property
     def _reader(self) -> "GGUFReader":
@@ -97,7 +99,8 @@ class GgufModel:
         return reader
 
     @cached_property
-    def _tensors(self) -> "dict[str, ReaderTensor]":
+    def tensors(self) -> "dict[str, ReaderTensor]":
+        """Tensors of the file by name, as the library `gguf` has them."""
         return {tensor.name: tensor for tensor in self._reader.tensors}
 
     def _field(self, key: str) -> Any:
@@ -158,7 +161,9 @@ class GgufModel:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the checkpoint that is made of the file: the file's own if that is a floating-point one, else
-        bf16."""
+        bf16; fp32 where numbers are to stay exact."""
+        if self.is_exact:
+            return torch.float32
         types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1} - {"I32"}
         types -= {"F32"} if len(types) > 1 else set()
         return {"F32": torch.float32, "F16": torch.float16}.get(types.pop() if len(types) == 1 else "", torch.bfloat16)
@@ -171,7 +176,7 @@ class GgufModel:
     @cached_property
     def config(self) -> dict[str, object]:
         """`config.json`. Raises `InvalidInputError` for what moetool does not read."""
-        shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self._tensors.items()}
+        shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self.tensors.items()}
         said = {kind: self._field(f"{_VOCABULARY}{name}_token_id") for kind, name in _SPECIAL.items()}
         tokens = {kind: int(token) for kind, token in said.items() if token is not None}
         return GgufConfig(self.file, self._family, self._entries, shapes, self._read, self.dtype, tokens).build()
@@ -179,7 +184,7 @@ class GgufModel:
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
         layers, total = self.layers, int(self._number("block_count"))
-        found = {layer_of(name) for name in self._tensors} - {-1}
+        found = {layer_of(name) for name in self.tensors} - {-1}
         if len(found) < layers or not {*range(layers)} <= found or max(found) >= total:
             raise InvalidInputError(
                 f"{self.file} says that it has {total} layers, and has tensors of {len(found)}. Download it again."
@@ -218,7 +223,7 @@ class GgufModel:
         Raises `InvalidInputError` for missing tensors, and unless `known_alone` for those that moetool has no name of.
         """
         prefix = layer_in_file(layer, "")
-        mine = {name for name in self._tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
+        mine = {name for name in self.tensors if (name.startswith(prefix) if layer >= 0 else "blk." not in name)}
         of_layers = () if self.written is None else self.written.kinds
         template = self._layer
         names = {own: name for name, own in self._family.in_file(self.layers, self._moe, template, of_layers).items()}
@@ -261,14 +266,9 @@ class GgufModel:
                 f"{self._family.model_type}."
             )
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Return the names of all tensors in the file."""
-        return [*self._tensors]
-
     def matrices(self, name: str) -> Iterator[Tensor]:
         """A tensor in fp32; of a stack of experts one matrix after the other."""
-        shape = self._tensors[name].shape
+        shape = self.tensors[name].shape
         for index in range(int(shape[-1])) if len(shape) > 2 else (None,):
             yield self._read(name, index)
 
@@ -283,7 +283,7 @@ class GgufModel:
         count, joined_here = int(self._number(EXPERT_COUNT)), layer_in_file(layer, GATE_AND_UP)
 
         def matrix(role: Role, expert: int) -> Tensor:
-            if role != "down" and joined_here in self._tensors:
+            if role != "down" and joined_here in self.tensors:
                 return self._read(joined_here, expert).chunk(2)[role == "up"].to(self.dtype)
             return self._read(layer_in_file(layer, EXPERTS[role]), expert).to(self.dtype)
 
@@ -305,7 +305,7 @@ class GgufModel:
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
         """A tensor, or one of the matrices it is made of, in fp32."""
-        if (stored := self._tensors.get(name)) is None:
+        if (stored := self.tensors.get(name)) is None:
             raise InvalidInputError(f"{self.file} lacks the tensor {name}.")
         shape = tuple(reversed(stored.shape.tolist()))
         if name.endswith("ffn_gate_inp_shexp.weight"):

@@ -142,13 +142,13 @@ def _verify_unread(path: str | Path, file: GgufModel, progress: Progress, *, edi
     if (manifest := manifest_of(file.file.parent)) is not None:
         found = check_files(file.file.parent, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
-    with phase(progress, "Verify", len(file.names)):
-        for name in file.names:
+    with phase(progress, "Verify", len(file.tensors)):
+        for name in file.tensors:
             if not all(map(is_finite, file.matrices(name))):
                 problems.append(f"{name} holds NaN or infinity")
             progress.advance()
     _raise_for(path, problems)
-    return Verification(path=str(path), tensors=len(file.names), bytes=file.file.stat().st_size, notes=notes)
+    return Verification(path=str(path), tensors=len(file.tensors), bytes=file.file.stat().st_size, notes=notes)
 
 
 def verify_files(checkpoint: Checkpoint) -> list[str]:

@@ -28,8 +28,8 @@ from moetool.job.stage import AnyStage
 from moetool.job.workspace import is_finished
 from moetool.repair.options import RepairOptions
 from moetool.repair.results import RepairResult
+from moetool.repair.sources import source_before
 from moetool.repair.stage import Repair
-from moetool.repair.students import source_before
 
 _BETWEEN = "-unrepaired"
 _NOTED = (

@@ -1,6 +1,6 @@
 """Stage that trains the small tensors of a compressed model towards the original's predictions, at no byte more."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
-from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.calibration.comparable import check_comparable
@@ -19,11 +18,10 @@ from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.calibration_cost import BASELINE
 from moetool.costs.phases import Phases
-from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions
@@ -31,7 +29,6 @@ from moetool.job.plan import Plan, usable_bytes
 from moetool.job.progress import phase
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Stage, found_here
-from moetool.job.writing import passed_on, write_checkpoint
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
@@ -40,13 +37,16 @@ from moetool.repair.costs import (
     noted_bytes,
     repair_phases,
 )
+from moetool.repair.gguf_student import GgufStudent
 from moetool.repair.options import RATE, RATE_IN_FULL, RATE_LAYERS, RepairOptions
 from moetool.repair.results import RepairResult
-from moetool.repair.students import MoefiedSource, RepairedSource, Student, repaired_source, student_of
+from moetool.repair.sources import GgufInput, MoefiedSource, RepairedSource, repaired_source
+from moetool.repair.students import MoefiedStudent, MoEStudent, Student
+from moetool.repair.teaching import Teaching
 from moetool.repair.texts import Texts, draw_texts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _RESULT = TypeAdapter(RepairResult)
 _LOGITS = 4  # copies of a window's logits while they are noted
@@ -72,7 +72,16 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _student(self) -> Student:
-        return student_of(self.source, self._original, self.options)
+        source, original, options = self.source, self._original, self.options
+        if isinstance(source, GgufInput):
+            return GgufStudent(source, original, options)
+        if isinstance(source, MoefiedSource):
+            return MoefiedStudent(source, original, options)
+        return MoEStudent(source, original, options)
+
+    @property
+    def _teaching(self) -> Teaching:
+        return self._student.teaching
 
     @classmethod
     def opened(cls, checkpoint: Checkpoint) -> RepairedSource:
@@ -97,26 +106,27 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the disk while the original predicts: of hidden states, and of its predictions."""
-        return self._teacher.scratch + self._noted_bytes
+        """Bytes on the disk: of hidden states while the original predicts, of its predictions, and of the model that is
+        trained where that lies there in fp32."""
+        return max(self._teacher.scratch, self._student.scratch_bytes) + self._noted_bytes
 
     @property
     def _noted_bytes(self) -> int:
         """Bytes of the original's predictions of all windows."""
         options = self.options
         k = min(options.top_logits, self._vocabulary)
-        return noted_bytes(self._windows, options.sequence_length, k, self._student.routed)
+        return noted_bytes(self._windows, options.sequence_length, k, self._teaching.routed)
 
     @cached_property
     def _teacher(self) -> StreamedOriginal:
         """Memory and scratch of the original as it predicts all windows, a layer at a time."""
         logits = 4 * self.options.sequence_length * self._vocabulary
-        return self._student.teacher(self._windows, self._noted_bytes + _LOGITS * logits)
+        return self._teaching.teacher(self._windows, self._noted_bytes + _LOGITS * logits)
 
     @cached_property
     def _rate(self) -> float:
         default = RATE_IN_FULL if self._student.trains == "all" else RATE
-        default *= RATE_LAYERS / max(RATE_LAYERS, self._student.size.layers)
+        default *= RATE_LAYERS / max(RATE_LAYERS, self._teaching.size.layers)
         return self.options.learning_rate or float(f"{default:.2g}")
 
     @cached_property
@@ -129,7 +139,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         options = self.options
         logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
         second = BASELINE + model.loaded + 5 * logits + TRAINED_BYTES * model.trained
-        second += self._student.activation_bytes(options.batch_size * options.sequence_length)
+        second += self._teaching.activation_bytes(options.batch_size * options.sequence_length)
         holds = second + model.decoded <= usable_bytes(options)
         return self._teacher.memory, second + model.decoded * holds, holds
 
@@ -142,7 +152,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def phases(self, nbytes: int) -> Phases:
         """The phases of the repair of a model that takes `nbytes` of weight files."""
         tensors = len(self.source.checkpoint.tensors)
-        return repair_phases(self._student.size, self.options, self._windows, nbytes, tensors)
+        return repair_phases(self._teaching.size, self.options, self._windows, nbytes, tensors)
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -152,12 +162,12 @@ class Repair(Stage[RepairOptions, RepairedSource]):
                 "what it moves is smaller than what 16 bits tell apart."
             )
         _check_kin(self._original, source)
-        is_moefied = isinstance(self.source, MoefiedSource)
-        if is_moefied and any(spec.is_self for spec in parse_data(options.calibration or "")):
-            raise UsageError("--calibration self: a moefied model is repaired on a text. Name one, or bundled.")
-        if is_moefied and options.routing is not None:
-            raise UsageError("--routing: a moefied model has no routers. Leave it out.")
-        output, student = self._student.passed().plan, self._student
+        is_from_file, has_routers = isinstance(self.source, GgufInput), self._teaching.has_routers
+        kind = "a GGUF file" if is_from_file else "a moefied model"
+        if not isinstance(self.source, Source) and any(spec.is_self for spec in parse_data(options.calibration or "")):
+            raise UsageError(f"--calibration self: {kind} is repaired on a text. Name one, or bundled.")
+        if not has_routers and options.routing is not None:
+            raise UsageError(f"--routing: {kind} of a dense model has no routers. Leave it out.")
         first, second, holds = self._memory
         details: dict[str, Json] = {
             "original": options.to,
@@ -165,19 +175,20 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             "training_memory_bytes": second,
             "learning_rate": self._rate,
         }
-        if not is_moefied:
+        if has_routers:
             details["experts_at_once"] = self._teacher.experts_at_once
-            details["routing"] = student.routing if student.target else 0.0
+            details["routing"] = self._teaching.routing if self._teaching.target else 0.0
+        if isinstance(self.source, Source):
             details["codes"] = (
                 "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
             )
         return Plan(
             stage=self.name,
-            input_bytes=source.weight_bytes + self._original.weight_bytes,
-            output_bytes=output.nbytes,
+            input_bytes=self._student.input_bytes + self._original.weight_bytes,
+            output_bytes=self._student.output_bytes,
             scratch_bytes=self.scratch_bytes,
             memory_bytes=max(first, second),
-            phases=self.phases(source.weight_bytes),
+            phases=self.phases(self._student.input_bytes),
             details=details,
             advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
             f"the model is trained, whole and in float32, which takes {format_bytes(second)}. A --memory in which "
@@ -186,9 +197,8 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:
         from moetool.repair.teacher import NotedFile
-        from moetool.repair.training import Distilling, choose, recompute_in_evaluation
+        from moetool.repair.training import Distilling, recompute_in_evaluation
         from moetool.representations.decoded_once import decoded_once
-        from moetool.runtime.loading import load_model
 
         source, options = self.source.checkpoint, self.options
         check_comparable(self._original, source, load_tokenizer(source.path))
@@ -198,21 +208,20 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if job.unit("original"):
             self._note(job, noted, texts)
             job.finish("original", made=[noted])
-        with described_in(source.path):
-            model = load_model(source, torch.float32, job.device)
-        parameters = choose(model, self._student.trains)
+        model = self._student.load(job)
+        masters = self._student.masters(model)
         if job.unit("train"):
             recompute_in_evaluation(model)
             with ExitStack() as stack:
                 if self._memory[2]:
                     stack.enter_context(decoded_once(model))
-                settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._student.routing})
-                slows, found = options.learning_rate is None, NotedFile(noted)
-                training = Distilling(model, parameters, texts, found, settled, self.source.dtype, slows=slows)
+                settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._teaching.routing})
+                slows = options.learning_rate is None
+                training = Distilling(model, masters, texts, NotedFile(noted), settled, slows=slows)
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(
-                trained_parameters=sum(parameter.numel() for parameter in parameters.values()),
+                trained_parameters=sum(master.numbers.numel() for master in masters.values()),
                 kept_step=outcome.step,
                 kl_before=outcome.before,
                 kl_after=outcome.after,
@@ -225,19 +234,13 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             job.finish("train", made=[learnt], spent=[noted], told=_told(told))
         result = job.workspace.told("train")
         values = load_file(learnt)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(values[name])
-        self._write(job, model, texts)
+        for name, master in masters.items():
+            master.set(values[name].to(job.device))
+        self._student.write(job, model, texts.facts)
         return replace(_RESULT.validate_python(result), calibration=texts.facts)
 
     def verify(self, output: Path) -> Sizes:
-        if isinstance(self.source, Source):
-            return super().verify(output)
-        before, after = self.source.checkpoint, MoefiedSource.of(Checkpoint.open(output)).checkpoint
-        if missing := sorted(before.tensors.keys() - after.tensors.keys()):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
-        return Sizes(before.weight_bytes, after.weight_bytes)
+        return self._student.verify(output) or super().verify(output)
 
     def _note(self, job: Job[RepairedSource], file: Path, texts: Texts) -> None:
         """Let the original predict all windows, a layer at a time, and note what it says."""
@@ -255,7 +258,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         )
         sweep = Sweep(model, texts.whole, job.work, job.progress.advance, kept=torch.float32)
         with phase(job.progress, NOTE, (model.layer_count + 2) * sweep.batch_count):
-            found = predictions(sweep, k, self._student.target, job.progress, job.interrupt)
+            found = predictions(sweep, k, self._teaching.target, job.progress, job.interrupt)
         sweep.hidden(model.layer_count).path.unlink()
         note(file, found)
 
@@ -269,32 +272,6 @@ class Repair(Stage[RepairOptions, RepairedSource]):
                 f"{self._original.source} is not what {source.source} was made of, by its {len(manifest.origins)} "
                 "recorded steps: it is repaired towards another model of the same shape."
             )
-
-    def _write(self, job: Job[RepairedSource], model: "PreTrainedModel", texts: Texts) -> None:
-        """Write what was read, in its names, shapes and dtypes, with the trained values in their places."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        source, passed = self.source.checkpoint, self._student.passed()
-        plan = passed.plan
-        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
-
-        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
-            for spec in plan.unit(layer):
-                own, new = passed.read(spec.name), made.get(spec.name)
-                if spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
-                    yield spec.name, own
-                else:
-                    yield spec.name, new.detach().to(own.dtype)
-
-        write_checkpoint(
-            job,
-            plan,
-            tensors,
-            config=passed.config,
-            provenance=passed_on(source),
-            calibration=texts.facts,
-            seed=self.options.seed,
-        )
 
 
 def _told(result: RepairResult) -> dict[str, object]:

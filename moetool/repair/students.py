@@ -1,83 +1,93 @@
 """Models that learn from their original: what of them can change, what that takes, and how the result is written."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
-from moetool.costs.building_blocks import ModelSize, dense_size, moe_size
-from moetool.errors import InvalidInputError, UsageError
-from moetool.format.kinds import custom_module
-from moetool.format.kinds.moefied import MoefiedSpec
+from moetool.errors import UsageError, VerificationError
 from moetool.job.blueprint import layer_of
-from moetool.job.job import Input, Source
+from moetool.job.job import Input, Job, Source
+from moetool.job.result import CalibrationFacts, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan
-from moetool.repair.costs import StreamedOriginal, TrainedModel, activation_bytes
-from moetool.repair.options import ROUTING, ROUTING_OF_FEWER, RepairOptions, Trained
-from moetool.repair.routing import RoutingTarget, routing_target
-from moetool.runtime.building import check_sizes, recomputes
-from moetool.runtime.dense import DenseModel
+from moetool.job.writing import passed_on, write_checkpoint
+from moetool.repair.costs import TrainedModel
+from moetool.repair.options import RepairOptions, Trained
+from moetool.repair.sources import MoefiedSource
+from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moetool.repair.masters import Master
 
 
-@dataclass(frozen=True)
-class MoefiedSource:
-    """A moefied model as the input of a repair."""
+class Student(ABC):
+    """A model that is repaired.
 
-    checkpoint: Checkpoint
+    Attributes:
+        teaching: what it learns, and from which original.
+        options: of the repair.
+    """
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "MoefiedSource":
-        """Open one by its headers. Raises `InvalidInputError` for an encoder, for a model that skips nothing, and for
-        tensors of other shapes than the config has."""
-        spec = custom_module(checkpoint.config)
-        assert isinstance(spec, MoefiedSpec)
-        _refuse_encoder(checkpoint)
-        if spec.at_work == spec.experts:
-            raise InvalidInputError(
-                f"{checkpoint.source} computes all {spec.experts} experts (keep {spec.keep:g}), so that nothing is to "
-                "be learnt back. Moefy with a smaller --keep."
-            )
-        if not checkpoint.is_imagined:
-            check_sizes(checkpoint)
-        return cls(checkpoint)
+    def __init__(self, teaching: Teaching, options: RepairOptions) -> None:
+        self.teaching, self.options = teaching, options
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which most bytes of the weight files are stored."""
-        return self.checkpoint.main_dtype
+    @abstractmethod
+    def trains(self) -> Trained:
+        """What is trained: with `all` attention and matrices that are stored as numbers, too. `--train` decides, or
+        the kind."""
 
+    @property
+    @abstractmethod
+    def trained(self) -> TrainedModel:
+        """Sizes of what is trained."""
 
-RepairedSource = Source | MoefiedSource
+    @abstractmethod
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
+        files, with a `share` of the experts' bytes in numbers of floating point."""
 
+    @property
+    @abstractmethod
+    def input_bytes(self) -> int:
+        """Bytes of the input's weights as they are stored."""
 
-def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
-    """Open the input of a repair: an MoE model, or a moefied one. Raises `InvalidInputError` for any other."""
-    if isinstance(custom_module(checkpoint.config), MoefiedSpec):
-        return MoefiedSource.of(checkpoint)
-    return Source.of(checkpoint)
+    @property
+    @abstractmethod
+    def output_bytes(self) -> int:
+        """Bytes of the result's weight files."""
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on the disk that the model takes beside input and result while it is loaded and written."""
+        return 0
 
-def source_before(source: Input) -> RepairedSource:
-    """What a repair is planned on, beside its own original, before anything is made of a model: the model itself.
-    Raises `InvalidInputError` for an encoder."""
-    if isinstance(source, Source):
-        return source
-    _refuse_encoder(source.checkpoint)
-    return MoefiedSource(source.checkpoint)
+    @abstractmethod
+    def load(self, job: Job[Any]) -> "PreTrainedModel":
+        """The model in memory, whole and in fp32."""
 
+    @abstractmethod
+    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+        """What steps are taken on, by name of the parameters. Raises `UsageError` where nothing can be trained."""
 
-def _refuse_encoder(checkpoint: Checkpoint) -> None:
-    if is_encoder(checkpoint.config):
-        raise InvalidInputError(
-            f"{checkpoint.source} is an encoder ({checkpoint.config['model_type']}): repair compares predictions of "
-            "the next token."
-        )
+    @abstractmethod
+    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
+        """Write what was read, with the trained values in their places."""
+
+    def verify(self, output: Path) -> Sizes | None:
+        """Open the result as a reader would, and compare sizes; `None` where that is as for any MoE model. Raises
+        `VerificationError`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -97,83 +107,68 @@ class Passed:
     config: Mapping[str, object]
 
 
-class Student(ABC):
-    """A model that is repaired, beside its `original`.
+class CheckpointStudent(Student):
+    """A model in the files of a checkpoint: the result has the names, shapes and dtypes of its tensors."""
 
-    Attributes:
-        original: the model that it was made of.
-        options: of the repair.
-    """
-
-    def __init__(self, original: Checkpoint, options: RepairOptions) -> None:
-        self.original, self.options = original, options
-
-    @property
-    @abstractmethod
-    def size(self) -> ModelSize:
-        """Sizes of the original, which tell what a pass through it, or through the model, takes."""
-
-    @abstractmethod
-    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
-        """The original before so many windows, with so many bytes in memory `beside` one of its layers."""
-
-    @property
-    @abstractmethod
-    def trains(self) -> Trained:
-        """What is trained: with `all` attention and matrices that are stored as numbers, too. `--train` decides, or
-        the kind."""
-
-    @property
-    @abstractmethod
-    def routing(self) -> float:
-        """Weight of the routers' divergence, if there are routers."""
-
-    @property
-    @abstractmethod
-    def target(self) -> RoutingTarget | None:
-        """The original's routing as a target; `None` where it is none."""
-
-    @property
-    def routed(self) -> int:
-        """Experts of all layers whose routing is noted for every token."""
-        return 0
-
-    @property
-    @abstractmethod
-    def trained(self) -> TrainedModel:
-        """Sizes of what is trained."""
-
-    @abstractmethod
-    def most(self, nbytes: int, share: float) -> TrainedModel:
-        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
-        files, with a `share` of the experts' bytes in numbers of floating point."""
-
-    @abstractmethod
-    def activation_bytes(self, tokens: int) -> int:
-        """Bytes of what is kept of a batch of so many tokens on its way through all layers and back."""
+    def __init__(self, source: Input, teaching: Teaching, options: RepairOptions) -> None:
+        super().__init__(teaching, options)
+        self._checkpoint, self._dtype = source.checkpoint, source.dtype
 
     @abstractmethod
     def passed(self) -> Passed:
         """The layout of the input, which the output has, too."""
 
+    @property
+    def input_bytes(self) -> int:
+        return self._checkpoint.weight_bytes
 
-class MoEStudent(Student):
+    @property
+    def output_bytes(self) -> int:
+        return self.passed().plan.nbytes
+
+    def load(self, job: Job[Any]) -> "PreTrainedModel":
+        from moetool.runtime.loading import load_model
+
+        with described_in(self._checkpoint.path):
+            return load_model(self._checkpoint, torch.float32, job.device)
+
+    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+        from moetool.repair.masters import copies
+        from moetool.repair.training import choose
+
+        return copies(choose(model, self.trains), self._dtype)
+
+    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        passed = self.passed()
+        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
+
+        def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
+            for spec in passed.plan.unit(layer):
+                own, new = passed.read(spec.name), made.get(spec.name)
+                if spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
+                    yield spec.name, own
+                else:
+                    yield spec.name, new.detach().to(own.dtype)
+
+        write_checkpoint(
+            job,
+            passed.plan,
+            tensors,
+            config=passed.config,
+            provenance=passed_on(self._checkpoint),
+            calibration=facts,
+            seed=self.options.seed,
+        )
+
+
+class MoEStudent(CheckpointStudent):
     """A compressed MoE model."""
 
     def __init__(self, source: Source, original: Checkpoint, options: RepairOptions) -> None:
-        super().__init__(original, options)
+        super().__init__(source, TaughtByMoE(source, original, options), options)
         self.source = source
-
-    @cached_property
-    def _original(self) -> Source:
-        return Source.of(self.original)
-
-    @cached_property
-    def size(self) -> ModelSize:
-        return moe_size(self._original.experts)
-
-    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
-        return StreamedOriginal.of_experts(self._original, windows, beside, self.options)
 
     @cached_property
     def trains(self) -> Trained:
@@ -186,24 +181,6 @@ class MoEStudent(Student):
         is_full = not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
         return "all" if is_full else "small"
 
-    @cached_property
-    def routing(self) -> float:
-        """Experts that are left do the work of those that are gone, too: where the original would send a token tells
-        less of them."""
-        if self.options.routing is not None:
-            return self.options.routing
-        is_whole = self.source.architecture.routed_to == self._original.architecture.routed_to
-        return ROUTING if is_whole else ROUTING_OF_FEWER
-
-    @cached_property
-    def target(self) -> RoutingTarget | None:
-        return routing_target(self.source, self._original) if self.routing else None
-
-    @property
-    def routed(self) -> int:
-        architecture = self.source.architecture
-        return len(architecture.moe_layers) * architecture.routed_to[0] * (self.target is not None)
-
     @property
     def trained(self) -> TrainedModel:
         return TrainedModel.of(self.source, self.trains)
@@ -211,37 +188,17 @@ class MoEStudent(Student):
     def most(self, nbytes: int, share: float) -> TrainedModel:
         return TrainedModel.most(self.source, nbytes, share)
 
-    def activation_bytes(self, tokens: int) -> int:
-        architecture = self.source.architecture
-        return activation_bytes(architecture.hidden, architecture.layers, tokens)
-
     def passed(self) -> Passed:
         plan = OutputPlan(replace(self.source, keeps_stored=self.trains != "all"), {}, self.options.shard_size)
         return Passed(plan, plan.read, plan.stored, plan.config(self.source.checkpoint.config))
 
 
-class MoefiedStudent(Student):
-    """A moefied model. It selects the experts of a token as it was made to: that gets no gradient, and no router says
-    where the original, which has none, would send a token."""
-
-    routing, target = 0.0, None
+class MoefiedStudent(CheckpointStudent):
+    """A moefied model. It selects the experts of a token as it was made to, which gets no gradient."""
 
     def __init__(self, source: MoefiedSource, original: Checkpoint, options: RepairOptions) -> None:
-        super().__init__(original, options)
+        super().__init__(source, TaughtByDense(source.checkpoint, original, options), options)
         self.source = source
-
-    @cached_property
-    def _dense(self) -> DenseModel:
-        if custom_module(self.original.config) is not None:
-            raise InvalidInputError(f"--to {self.original.source} is no dense model, which this one was made of.")
-        return DenseModel(self.original)
-
-    @cached_property
-    def size(self) -> ModelSize:
-        return dense_size(self._dense)
-
-    def teacher(self, windows: int, beside: int) -> StreamedOriginal:
-        return StreamedOriginal.of_dense(self._dense, windows, beside, self.options)
 
     @property
     def trains(self) -> Trained:
@@ -258,10 +215,6 @@ class MoefiedStudent(Student):
         """A moefied model has the matrices of the dense one, and what selects neurons beside them."""
         return replace(self.trained, loaded=nbytes * torch.float32.itemsize // self.source.dtype.itemsize)
 
-    def activation_bytes(self, tokens: int) -> int:
-        again = recomputes(self.source.checkpoint)
-        return activation_bytes(self._dense.hidden, self._dense.layers, tokens, again=again)
-
     def passed(self) -> Passed:
         checkpoint, units = self.source.checkpoint, dict[str, list[TensorSpec]]()
         for name, info in sorted(checkpoint.tensors.items()):
@@ -269,9 +222,8 @@ class MoefiedStudent(Student):
         plan = ShardPlan(enumerate(units.values()), self.options.shard_size)
         return Passed(plan, checkpoint.read, (), checkpoint.config)
 
-
-def student_of(source: RepairedSource, original: Checkpoint, options: RepairOptions) -> Student:
-    """The model of a source, beside its original."""
-    if isinstance(source, MoefiedSource):
-        return MoefiedStudent(source, original, options)
-    return MoEStudent(source, original, options)
+    def verify(self, output: Path) -> Sizes:
+        before, after = self.source.checkpoint, MoefiedSource.of(Checkpoint.open(output)).checkpoint
+        if missing := sorted(before.tensors.keys() - after.tensors.keys()):
+            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        return Sizes(before.weight_bytes, after.weight_bytes)

@@ -14,7 +14,7 @@ from moetool.job.job import Job
 from moetool.job.own_text import own_text
 from moetool.job.result import CalibrationFacts
 from moetool.repair.options import RepairOptions
-from moetool.repair.students import RepairedSource
+from moetool.repair.sources import RepairedSource
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
+from moetool.repair.masters import Master
 from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
 from moetool.repair.teacher import NotedFile
@@ -47,7 +48,7 @@ class RepairOutcome:
     """Outcome of a repair's training: values to store, and divergences before and after.
 
     Attributes:
-        values: of the trained parameters, as they are to be stored, by name.
+        values: of the masters, by name of their parameters.
         step: after which these were reached; 0 for the input's own.
         before, after: nats per token on held-out windows, by kind of text.
         stopped: why it ended early, if it did.
@@ -66,57 +67,25 @@ class RepairOutcome:
     seconds: float = 0.0
 
 
-class _Master:
-    """The fp32 copy of a parameter that steps are taken on.
-
-    In units of the root mean square of the parameter's numbers, so that one rate fits tensors of any size.
-    """
-
-    def __init__(self, parameter: Tensor, stored: torch.dtype) -> None:
-        own = parameter.detach().float()
-        self._parameter, self._size = parameter, own.square().mean().sqrt().clamp_min(1e-8)
-        # Numbers that a coarser dtype holds exactly are stored in it.
-        self._dtype = stored if own.to(stored).float().equal(own) else torch.float32
-        self.numbers = nn.Parameter(own / self._size)
-
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Go on from the parameter's values, which had this dtype and size when the copy was made."""
-        self.numbers.copy_(self._parameter.float() / self._size)
-
-    @torch.no_grad()
-    def take_gradient(self) -> None:
-        """Move the gradient of the parameter here."""
-        gradient, self._parameter.grad = self._parameter.grad, None
-        self.numbers.grad = None if gradient is None else gradient.float() * self._size
-
-    @torch.no_grad()
-    def give(self) -> None:
-        """Let the model compute with these numbers, as they would be stored."""
-        self._parameter.copy_((self.numbers * self._size).to(self._dtype))
-
-
 class Distilling:
-    """One training of the `parameters` of a `model`, in which `noted` has the original's predictions of all `texts`."""
+    """One training of a `model` by its `masters`, in which `noted` has the original's predictions of all `texts`."""
 
     def __init__(
         self,
         model: "PreTrainedModel",
-        parameters: Mapping[str, Tensor],
+        masters: Mapping[str, Master],
         texts: Texts,
         noted: NotedFile,
         options: RepairOptions,
-        stored: torch.dtype,
         *,
         slows: bool,
     ) -> None:
         """With `slows`, a rate that proves too high is lowered."""
         assert options.learning_rate is not None, "the stage settles what options leave open"
-        self._model, self._parameters, self._options = model, parameters, options
+        self._model, self._masters, self._options = model, masters, options
         self._texts, self._noted = texts, noted
         self._routers = Routers(model)
-        self._masters = [_Master(parameter, stored) for parameter in parameters.values()]
-        self._numbers = [master.numbers for master in self._masters]
+        self._numbers = [master.numbers for master in masters.values()]
         self._slowdowns = _SLOWDOWNS if slows else 0
         self._begin(options.learning_rate, options.steps)
 
@@ -165,8 +134,6 @@ class Distilling:
                     stopped = failed
                     break
                 self._set(best[2])
-                for master in self._masters:
-                    master.take_values()
                 self._begin(self._rate * _SLOWER, steps - step)
                 self._slowdowns -= 1
                 progress.log(
@@ -181,10 +148,9 @@ class Distilling:
         seconds = round(time.monotonic() - began, 2)
         return RepairOutcome(best[2], best[0], before, best[1], stopped, self._rate, curve, seconds)
 
-    @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+        for name, master in self._masters.items():
+            master.set(values[name])
 
     def _batches(self) -> Iterator[list[int]]:
         """Numbers of windows, each once before any comes again."""
@@ -206,14 +172,14 @@ class Distilling:
         if not torch.isfinite(loss):
             return loss.item()
         loss.backward()
-        for master in self._masters:
+        for master in self._masters.values():
             master.take_gradient()
         norm = nn.utils.clip_grad_norm_(self._numbers, _CLIP)
         if not torch.isfinite(norm):
             return math.nan
         self._optimizer.step()
         self._schedule.step()
-        for master in self._masters:
+        for master in self._masters.values():
             master.give()
         return loss.item()
 
@@ -235,7 +201,7 @@ class Distilling:
         return found
 
     def _values(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        return {name: master.values for name, master in self._masters.items()}
 
 
 def _said(divergences: Mapping[str, float]) -> str:

@@ -62,6 +62,7 @@ class BlockType:
         pack: bytes `[blocks, nbytes]` of blocks.
         together: numbers whose magnitudes are a point of a list (`lattices`); 1 where each has its own code.
         has_even_signs: whether of 8 numbers an even count is negative.
+        units: where in a block's bytes d lies, and dmin: fp16 numbers that all of its numbers are multiples of.
     """
 
     name: NumberType
@@ -74,6 +75,7 @@ class BlockType:
     pack: Callable[[BlockParts], _Bytes]
     together: int = 1
     has_even_signs: bool = False
+    units: tuple[int, ...] = (0,)
 
     def size(self, numbers: int) -> int:
         """Bytes that so many elements take in this type, whole blocks only."""
@@ -214,15 +216,15 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            BlockType("q2_k", 256, 84, 16, _even(0, 4), (0, 15), (0, 15), _q2_k),
-            BlockType("q3_k", 256, 110, 16, _even(-4, 8), (-32, 31), _NONE, _q3_k),
-            BlockType("q4_k", 256, 144, 32, _even(0, 16), (0, 63), (0, 63), _q4_k),
-            BlockType("q5_k", 256, 176, 32, _even(0, 32), (0, 63), (0, 63), _q5_k),
-            BlockType("q6_k", 256, 210, 16, _even(-32, 64), (-128, 127), _NONE, _q6_k),
+            BlockType("q2_k", 256, 84, 16, _even(0, 4), (0, 15), (0, 15), _q2_k, units=(80, 82)),
+            BlockType("q3_k", 256, 110, 16, _even(-4, 8), (-32, 31), _NONE, _q3_k, units=(108,)),
+            BlockType("q4_k", 256, 144, 32, _even(0, 16), (0, 63), (0, 63), _q4_k, units=(0, 2)),
+            BlockType("q5_k", 256, 176, 32, _even(0, 32), (0, 63), (0, 63), _q5_k, units=(0, 2)),
+            BlockType("q6_k", 256, 210, 16, _even(-32, 64), (-128, 127), _NONE, _q6_k, units=(208,)),
             BlockType("q8_0", 32, 34, 32, _even(-127, 255), _ONE, _NONE, _q8_0),
-            BlockType("q5_1", 32, 24, 32, _even(0, 32), _ONE, _ONE, _q5_1),
+            BlockType("q5_1", 32, 24, 32, _even(0, 32), _ONE, _ONE, _q5_1, units=(0, 2)),
             BlockType("q5_0", 32, 22, 32, _even(-16, 32), _ONE, _NONE, _q5_0),
-            BlockType("q4_1", 32, 20, 32, _even(0, 16), _ONE, _ONE, _q4_1),
+            BlockType("q4_1", 32, 20, 32, _even(0, 16), _ONE, _ONE, _q4_1, units=(0, 2)),
             BlockType("q4_0", 32, 18, 32, _even(-8, 16), _ONE, _NONE, _short),
             BlockType("iq4_nl", 32, 18, 32, IQ4_LEVELS, _ONE, _NONE, _short),
             BlockType("iq4_xs", 256, 136, 32, IQ4_LEVELS, (-32, 31), _NONE, _iq4_xs),

@@ -1,0 +1,205 @@
+"""A GGUF file that is repaired: its codes and types stay, and its scales, norms and routers learn."""
+
+import math
+import shutil
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moetool.architectures.shape import fused_name
+from moetool.checkpoint.files import save_tensors, write_bytes
+from moetool.checkpoint.gguf_model import GgufModel
+from moetool.checkpoint.names import INDEX, SINGLE
+from moetool.checkpoint.reader import Checkpoint
+from moetool.costs.phases import WRITE
+from moetool.errors import UsageError, VerificationError
+from moetool.export.gguf.model import GgufSource
+from moetool.export.gguf.modelfile import generation_defaults, modelfile
+from moetool.export.gguf.options import LayerTypes
+from moetool.export.gguf.rescaling import prove_rescaled, write_rescaled
+from moetool.format.gguf.blocks import BLOCK_TYPES
+from moetool.format.gguf.words import EMBEDDINGS, EXPERTS, GATE_AND_UP, HEAD, MODEL, MODELFILE, layer_in_file, layer_of
+from moetool.job.job import Job, Source
+from moetool.job.options import context_length
+from moetool.job.progress import phase
+from moetool.job.result import CalibrationFacts, LoadedLayer, Sizes
+from moetool.job.writing import record_origin
+from moetool.repair.costs import TrainedModel
+from moetool.repair.options import RepairOptions, Trained
+from moetool.repair.sources import GgufInput
+from moetool.repair.students import Student
+from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
+from moetool.runtime.loading import loading_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moetool.repair.masters import BlockFactors, Master
+
+_ROUTER = "ffn_gate_inp.weight"
+
+
+class GgufStudent(Student):
+    """The model of a GGUF file."""
+
+    def __init__(self, source: GgufInput, original: Checkpoint, options: RepairOptions) -> None:
+        super().__init__(_teaching(source, original, options), options)
+        self.source = source
+
+    @cached_property
+    def _file(self) -> GgufModel:
+        return GgufModel(self.source.file, is_exact=True)
+
+    @property
+    def trains(self) -> Trained:
+        wanted = self.options.train
+        if wanted == "all":
+            raise UsageError("--train all: codes in a GGUF file stay as they are. Use --train small, or leave it out.")
+        if wanted == "routers" and not self.teaching.has_routers:
+            raise UsageError("--train routers: this model has no routers. Leave it out.")
+        return "routers" if wanted == "routers" else "small"
+
+    @property
+    def trained(self) -> TrainedModel:
+        checkpoint, trained = self.source.checkpoint, 0
+        loaded = loading_memory(checkpoint, torch.float32).needed
+        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())
+        for name, tensor in self._file.tensors.items():
+            kind, size = BLOCK_TYPES.get(tensor.tensor_type.name.lower()), int(tensor.n_elements)
+            if self.trains == "routers":
+                trained += size * name.endswith(_ROUTER)
+            else:
+                trained += size // kind.numbers if kind is not None else size * (tensor.tensor_type.name == "F32")
+        return TrainedModel(loaded + 2 * 4 * largest, trained, 0)
+
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        return self.trained
+
+    @property
+    def input_bytes(self) -> int:
+        return self.source.file.stat().st_size
+
+    @property
+    def output_bytes(self) -> int:
+        return self.input_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(4 * math.prod(info.shape) for info in self.source.checkpoint.tensors.values())
+
+    def load(self, job: Job[Any]) -> "PreTrainedModel":
+        from moetool.runtime.loading import load_model
+
+        directory = self._directory(job)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._file.write(directory, weights=True)
+        model = load_model(Checkpoint.open(directory), torch.float32, job.device)
+        for file in (*directory.glob("*.safetensors"), directory / INDEX):
+            file.unlink()
+        return model
+
+    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+        from moetool.repair.masters import copies
+        from moetool.repair.training import choose
+
+        found = copies(choose(model, self.trains), torch.float32)
+        if self.trains == "small":
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            found |= {names[number]: factors for number, factors in self._factors(model)}
+        return found
+
+    def _factors(self, model: "PreTrainedModel") -> "Iterator[tuple[int, BlockFactors]]":
+        """Factors of all matrices in types of blocks, and the `id` of each of these parameters."""
+        from moetool.repair.masters import BlockFactors
+        from moetool.runtime.modules.insertion import path_in
+
+        source, seen = self.source.model, set[int]()
+
+        def factors(weight: object, names: Collection[str], *, turned: bool) -> "Iterator[tuple[int, BlockFactors]]":
+            block = self._block(names)
+            if block is not None and isinstance(weight, nn.Parameter) and id(weight) not in seen:
+                seen.add(id(weight))
+                yield id(weight), BlockFactors(weight, block, is_transposed=turned)
+
+        for layer in range(source.layers):
+            module = model.get_submodule(path_in(model, source.layer.format(layer=layer)))
+            changes = source.changes(layer)
+            for path, names in source.projections(layer).items():
+                turned = path in changes and changes[path].is_transposed
+                yield from factors(module.get_submodule(path).weight, names, turned=turned)
+            if source.moe is None or layer not in source.moe.moe_layers:
+                continue
+            experts = module.get_submodule(source.moe.experts_module)
+            for roles in source.moe.shape.groups:
+                names = [layer_in_file(layer, EXPERTS[role]) for role in roles]
+                if (joined := layer_in_file(layer, GATE_AND_UP)) in self._file.tensors and "down" not in roles:
+                    names = [joined]
+                weight = getattr(experts, fused_name(roles), None)
+                yield from factors(weight, names, turned=source.moe.in_memory.is_transposed)
+        head = model.get_output_embeddings()
+        yield from factors(model.get_input_embeddings().weight, [EMBEDDINGS], turned=False)
+        if head is not None and HEAD in self._file.tensors:
+            yield from factors(head.weight, [HEAD], turned=False)
+
+    def _block(self, names: Collection[str]) -> int | None:
+        """Numbers of the largest blocks of some tensors of the file; `None` unless all are there and have blocks."""
+        found = [self._file.tensors.get(name) for name in names]
+        kinds = [None if one is None else BLOCK_TYPES.get(one.tensor_type.name.lower()) for one in found]
+        sizes = [kind.numbers for kind in kinds if kind is not None]
+        return max(sizes) if sizes and len(sizes) == len(names) else None
+
+    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        directory, file = self._directory(job), job.output / MODEL
+        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
+        held = self.source.checkpoint.tensors
+        save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
+        trained = Checkpoint.open(directory)
+        with phase(job.progress, WRITE, len(self._file.tensors)):
+            write_rescaled(self.source.file, GgufSource.of(trained), file, job.progress)
+        if self.options.proof:
+            job.loaded = LoadedLayer(0, prove_rescaled(file, trained))
+        given = generation_defaults(directory)
+        has_template = (directory / "chat_template.jinja").exists()
+        about = modelfile(MODEL, context_length(trained.settings), given, has_template=has_template)
+        write_bytes(job.output / MODELFILE, about.encode())
+        shutil.rmtree(directory)
+        files = [file, job.output / MODELFILE]
+        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=self._types())
+
+    def _types(self) -> dict[int, LayerTypes]:
+        """Types of the tensors of each layer."""
+        found = dict[int, dict[str, str]]()
+        for name, tensor in self._file.tensors.items():
+            if (layer := layer_of(name)) >= 0:
+                found.setdefault(layer, {})[name.split(".", 2)[2]] = tensor.tensor_type.name.lower()
+        return {layer: LayerTypes(types) for layer, types in sorted(found.items())}
+
+    @staticmethod
+    def _directory(job: Job[Any]) -> Path:
+        """The file's model as a checkpoint in fp32, for as long as the job takes."""
+        return job.work / "exact"
+
+    def verify(self, output: Path) -> Sizes:
+        after = GgufModel(output / MODEL).tensors
+        for name, tensor in self._file.tensors.items():
+            found = after.get(name)
+            if (
+                found is None
+                or found.tensor_type != tensor.tensor_type
+                or found.shape.tolist() != tensor.shape.tolist()
+            ):
+                raise VerificationError(f"{output / MODEL} lacks {name} as it is in {self.source.file}.")
+        return Sizes(self.input_bytes, (output / MODEL).stat().st_size)
+
+
+def _teaching(source: GgufInput, original: Checkpoint, options: RepairOptions) -> Teaching:
+    if (reader := source.model.experts) is None:
+        return TaughtByDense(source.checkpoint, original, options)
+    return TaughtByMoE(Source(source.model.checkpoint, reader.architecture, reader), original, options)
