@@ -233,7 +233,10 @@ class GgufModel:
             for absent, instead in self._family.without.items():
                 if prefix + absent not in mine:
                     names |= {prefix + own: begin + name for name, own in instead.items()}
-        for own in sorted(mine & names.keys()):
+        changed = self._family.changed([layer] if layer >= 0 else [], template)
+        changed = {name: (change, parts) for name, (change, parts) in changed.items() if mine.issuperset(parts)}
+        others = {part for _, parts in changed.values() for part in parts}
+        for own in sorted((mine & names.keys()) - others):
             heads = self._family.turned_heads(own, *self.heads)
             whole = self._read(own)
             if self.written is not None:
@@ -244,11 +247,8 @@ class GgufModel:
             if not isinstance(numbers, list) or len(numbers) < self.layers:
                 raise InvalidInputError(f"{self.file} lacks {key} in its metadata, a number for each layer.")
             yield f"{template.format(layer=layer)}.{name}", torch.tensor(numbers[layer]).view(shape)
-        others: set[str] = set()
-        for name, (change, parts) in self._family.changed([layer] if layer >= 0 else [], template).items():
-            if mine.issuperset(parts):
-                others |= {*parts}
-                yield name, change.together(self._settings(layer), [self._read(part) for part in parts])
+        for name, (change, parts) in changed.items():
+            yield name, change.together(self._settings(layer), [self._read(part) for part in parts])
         if self._moe is not None and layer in self._moe.moe_layers:
             kinds = (EXPERTS, EXPERT_BIASES) if self._moe.shape.biases else (EXPERTS,)
             others |= {layer_in_file(layer, kind[role]) for kind in kinds for role in self._moe.shape.roles}

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,10 @@ class GgufStudent(Student):
         from moetool.repair.masters import copies
         from moetool.repair.training import choose
 
-        found = copies(choose(model, self.trains), torch.float32)
+        source = self.source.model
+        told = {*source.constants, *chain(*source.numbers.values())}  # which stay in the metadata
+        chosen = {name: parameter for name, parameter in choose(model, self.trains).items() if name not in told}
+        found = copies(chosen, torch.float32)
         if self.trains == "small":
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             found |= {names[number]: factors for number, factors in self._factors(model)}
@@ -157,7 +161,9 @@ class GgufStudent(Student):
         from transformers.core_model_loading import revert_weight_conversion
 
         directory, file = self._directory(job), job.output / MODEL
-        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
+        state = model.to("cpu").state_dict()
+        # What transformers renames is not always so called in files: Kimi Linear's first layer, which has no experts.
+        made: dict[str, Tensor] = {**state, **revert_weight_conversion(model, state)}
         held = self.source.checkpoint.tensors
         save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
         trained = Checkpoint.open(directory)

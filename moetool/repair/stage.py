@@ -1,6 +1,6 @@
 """Stage that trains the small tensors of a compressed model towards the original's predictions, at no byte more."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _RESULT = TypeAdapter(RepairResult)
 _LOGITS = 4  # copies of a window's logits while they are noted
 # What a model and the one that it was made of have in common, whatever became of its experts.
-_SHARED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _FROM_DENSE = "`moetool tune --teacher` lets it learn from its dense model."
 
 
@@ -161,8 +161,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
                 f"--compute-dtype {options.compute_dtype}: repair holds weights in float32 and computes in it, since "
                 "what it moves is smaller than what 16 bits tell apart."
             )
-        _check_kin(self._original, source)
+        # A file is read as a Llama where the model computes what one does.
         is_from_file, has_routers = isinstance(self.source, GgufInput), self._teaching.has_routers
+        _check_kin(self._original, source, _SIZES if is_from_file else ("model_type", *_SIZES))
         kind = "a GGUF file" if is_from_file else "a moefied model"
         if not isinstance(self.source, Source) and any(spec.is_self for spec in parse_data(options.calibration or "")):
             raise UsageError(f"--calibration self: {kind} is repaired on a text. Name one, or bundled.")
@@ -279,10 +280,11 @@ def _told(result: RepairResult) -> dict[str, object]:
     return {name: value for name, value in vars(result).items() if name != "calibration"}
 
 
-def _check_kin(original: Checkpoint, model: Checkpoint) -> None:
-    """Raise `InvalidInputError` unless a model can have been made of an original, by what its config tells."""
+def _check_kin(original: Checkpoint, model: Checkpoint, keys: Sequence[str]) -> None:
+    """Raise `InvalidInputError` unless a model can have been made of an original, by what these entries of its config
+    tell."""
     ours, theirs = model.settings, original.settings
-    for key in _SHARED:
+    for key in keys:
         mine, other = ours.get(key), theirs.get(key)
         if mine is not None and other is not None and mine != other:
             upcycled = f" Has it been upcycled from that? {_FROM_DENSE}" if key == "model_type" else ""

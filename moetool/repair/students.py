@@ -136,7 +136,9 @@ class CheckpointStudent(Student):
         from moetool.repair.masters import copies
         from moetool.repair.training import choose
 
-        return copies(choose(model, self.trains), self._dtype)
+        if not (chosen := choose(model, self.trains)):
+            raise UsageError("This model has no norms, routers, scales or factors that could be trained.")
+        return copies(chosen, self._dtype)
 
     def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
         from transformers.core_model_loading import revert_weight_conversion

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moetool.errors import UsageError, VerificationError
+from moetool.errors import VerificationError
 from moetool.format.kinds.moefied import CENTRE, is_selector
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
@@ -231,9 +231,6 @@ def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
 
     Returns:
         The trained parameters and buffers by their names in memory.
-
-    Raises:
-        UsageError: the model has none.
     """
     chosen = _numbers_of(Routers(model).modules)
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
@@ -254,8 +251,6 @@ def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
         if id(parameter) in chosen or vector or whole:
             parameter.requires_grad_(True)
             found[name] = parameter
-    if not found:
-        raise UsageError("This model has no norms, routers, scales or factors that could be trained.")
     return found
 
 

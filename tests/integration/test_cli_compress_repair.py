@@ -61,7 +61,7 @@ def test_killed_in_the_repair_it_goes_on_there(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moetool.repair.stage.write_checkpoint", fail)
+        patch.setattr("moetool.repair.students.write_checkpoint", fail)
         assert run_cli(*words("quantize", cut, "--repair", 2)).code == 130
     assert (tmp_path / "cut-unrepaired").exists()
     other = run_cli(*words("quantize", cut, "--repair", 3, "--resume", "--dry-run"))

@@ -164,7 +164,7 @@ def test_an_interrupted_repair_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moetool.repair.stage.write_checkpoint", fail)
+        patch.setattr("moetool.repair.students.write_checkpoint", fail)
         assert run_cli("repair", small, tmp_path / "cut", *words).code != 0
         assert (tmp_path / "cut").exists()
     monkeypatch.setattr("moetool.repair.training.Distilling.run", fail)  # which is not done again

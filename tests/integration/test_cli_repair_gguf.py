@@ -1,0 +1,149 @@
+"""`moetool repair FILE.gguf`: the model learns, and its file stays what it was but for scales and plain numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, READ_AS_ANOTHER, gguf_model
+from sampling import sampled
+from torch import Tensor
+
+from moetool.format.gguf.blocks import BLOCK_TYPES
+from moetool.format.gguf.families import READ
+from moetool.repair.training import Distilling, RepairOutcome
+
+gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
+
+SHORT = ("--samples", 8, "--sequence-length", 32, "--held-out", 4, "--batch-size", 4)
+# Originals that no text can go through layer by layer.
+NOT_STREAMED = ("glm_moe_dsa-shared", "gemma4_text-sharing", "gemma4_text-sharing-dense")
+READ_MODELS = [
+    name
+    for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
+    if name not in NOT_STREAMED
+    and {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, *READ_AS_ANOTHER}
+]
+# Norms of more than they say, experts and matrices that lie turned, latent attention, states, biases.
+STRUCTURES = ("gpt_oss", "deepseek_v3", "gemma3", "gpt2", "llama4_text", "qwen3_next")
+# Matrices whose inputs a file has in another order, that transformers cuts apart, or whose choices have no gradient.
+_INDEXERS = ("indexer.attn_k.weight", "indexer.proj.weight")
+LEFT = {
+    "qwen3_5_moe_text": ("ssm_out.weight",),
+    "qwen3_5_text": ("ssm_out.weight",),
+    "qwen3_5_moe": ("ssm_out.weight",),
+    "sarvam_moe": ("attn_qkv.weight",),
+    "sarvam_moe-partial": ("attn_qkv.weight",),
+    "deepseek_v32": _INDEXERS,
+    "deepseek_v32-scores": _INDEXERS,
+    "glm_moe_dsa": _INDEXERS,
+}
+Export = Callable[..., Path]
+Repair = Callable[..., Any]
+
+
+@pytest.fixture
+def export(run_cli: Any, tmp_path: Path) -> Export:
+    def run(source: Path, *options: object) -> Path:
+        result = run_cli("export", source, tmp_path / "file", "--format", "gguf", *options)
+        assert result.code == 0, result.stderr
+        return tmp_path / "file" / "model.gguf"
+
+    return run
+
+
+@pytest.fixture
+def repair(run_cli: Any, tmp_path: Path, tiny_text: Path) -> Repair:
+    def run(file: Path, to: Path, *options: object, name: str = "out") -> Any:
+        words = ("--to", to, "--calibration", tiny_text, *SHORT, *options, "--json")
+        return run_cli("repair", file, tmp_path / name, *words)
+
+    return run
+
+
+@pytest.fixture
+def coarse(export: Export, tiny_mixtral: Path) -> Path:
+    return export(tiny_mixtral, "--type", "q4_0", "--experts-type", "iq4_nl")
+
+
+def tensors_in(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
+def head_of(file: Path) -> bytes:
+    """All that stands before the first tensor's numbers."""
+    return file.read_bytes()[: min(tensor.data_offset for tensor in tensors_in(file).values())]
+
+
+def factors_between(before: Any, after: Any) -> Tensor:
+    """By what the numbers of each block of a tensor were multiplied `[blocks]`; checks that all were by the same."""
+    size = BLOCK_TYPES[before.tensor_type.name.lower()].numbers
+    old, new = (
+        torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type).copy()).reshape(-1, size).double()
+        for one in (before, after)
+    )
+    energy = old.square().sum(1)
+    factors = torch.where(energy > 0, (new * old).sum(1) / energy, 1)
+    torch.testing.assert_close(new, factors[:, None] * old, rtol=2e-3, atol=1e-7)
+    return factors
+
+
+def test_a_file_comes_nearer_to_its_original_in_as_many_bytes(
+    coarse: Path, repair: Repair, run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = repair(coarse, tiny_mixtral, "--steps", 12, "--learning-rate", 0.01, "--samples", 32)
+    assert result.code == 0, result.stderr
+    assert result.json["kept_step"] > 0
+    assert result.json["bytes_before"] == result.json["bytes_after"] == coarse.stat().st_size
+    made = tmp_path / "out" / "model.gguf"
+    assert made.stat().st_size == coarse.stat().st_size
+    assert head_of(made) == head_of(coarse)
+    assert "FROM ./model.gguf" in (tmp_path / "out" / "Modelfile").read_text()
+    before, after = tensors_in(coarse), tensors_in(made)
+    changed = set()
+    for name, tensor in before.items():
+        if tensor.tensor_type.name.lower() in BLOCK_TYPES:
+            assert factors_between(tensor, after[name]).sub(1).abs().max() < 0.2
+        if tensor.data.tobytes() != after[name].data.tobytes():
+            changed.add(name)
+    assert {"blk.0.ffn_gate_inp.weight", "output_norm.weight", "blk.2.ffn_gate_exps.weight", "output.weight"} <= changed
+    words = ("--data", tiny_text, "--sequence-length", 32, "--windows", 16, "--against", tiny_mixtral, "--json")
+    lost = [run_cli("eval", file, *words).json["against"]["kl"] for file in (coarse, made)]
+    assert 0 < lost[1] < lost[0]
+    assert run_cli("verify", tmp_path / "out").code == 0
+    assert repair(coarse, tiny_mixtral, "--steps", 12, "--learning-rate", 0.01, "--samples", 32, name="2").code == 0
+    assert (tmp_path / "2" / "model.gguf").read_bytes() == made.read_bytes()
+
+
+@pytest.mark.parametrize("name", sampled(READ_MODELS, STRUCTURES))
+def test_all_scales_of_a_family_can_learn(
+    name: str,
+    export: Export,
+    repair: Repair,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is written is what was trained, which the job itself proves; here, that nothing was left out."""
+
+    def run(self: Distilling, *_: object) -> RepairOutcome:
+        stream, values = torch.Generator().manual_seed(0), {}
+        for name, master in self._masters.items():
+            values[name] = master.values * (1 + 0.1 * torch.rand(master.values.shape, generator=stream))
+            master.set(values[name])
+        return RepairOutcome(values, 1, {"text": 1.0}, {"text": 0.5}, None, 0.01)
+
+    monkeypatch.setattr(Distilling, "run", run)
+    source = tmp_path / "model"
+    gguf_model(name).save_pretrained(source)
+    tiny_tokenizer.save_pretrained(source)
+    file = export(source, "--type", "q4_0")
+    result = repair(file, source)
+    assert result.code == 0, result.stderr
+    before, after = tensors_in(file), tensors_in(tmp_path / "out" / "model.gguf")
+    same = {name for name, tensor in before.items() if tensor.data.tobytes() == after[name].data.tobytes()}
+    blocks = {name for name, tensor in before.items() if tensor.tensor_type.name.lower() in BLOCK_TYPES}
+    assert not {own for own in same & blocks if not own.endswith(LEFT.get(name, ()))}
+    for own in blocks - same:
+        assert 1 < factors_between(before[own], after[own]).mean() < 1.1
