@@ -40,6 +40,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     size = 0 if result.sizes is None else max(result.sizes.bytes_before, result.sizes.bytes_after)
     if result.stage == "gguf":
         return after_gguf(Path(made)) or line("verify", made)
+    if (file := Path(made) / MODEL).exists():
+        made = str(file)  # of repair, whose input was such a file
     if result.stage == "compressed-tensors":
         return line("verify", made) if _lacks_tokenizer(made) else _after_packing(made)
     if (then := stages()[result.stage].next_command) is not None:

@@ -168,7 +168,8 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if not isinstance(self.source, Source) and any(spec.is_self for spec in parse_data(options.calibration or "")):
             raise UsageError(f"--calibration self: {kind} is repaired on a text. Name one, or bundled.")
         if not has_routers and options.routing is not None:
-            raise UsageError(f"--routing: {kind} of a dense model has no routers. Leave it out.")
+            kind = "a dense model" if is_from_file else kind
+            raise UsageError(f"--routing: {kind} has no routers. Leave it out.")
         first, second, holds = self._memory
         details: dict[str, Json] = {
             "original": options.to,

@@ -3,7 +3,8 @@
     python scripts/benchmarks/doors.py MODEL --calibration VALID.txt --tests home=TEST.txt perldoc=PERL.txt --work DIR
 
 Doors are moetool's own format in transformers, compressed-tensors in transformers, and GGUF in llama.cpp: there,
-files of `export --format gguf --size`, and as a peer those of llama.cpp's quantizer with moetool's importance matrix.
+files of `export --format gguf --size`, and as a peer those of llama.cpp's quantizer with moetool's importance matrix;
+with `--repair STEPS` both once more after `moetool repair`.
 GGUF files and moetool's own format have as many bytes as the quantizer's. Divergence is from an F16 file in llama.cpp.
 Wants what gguf_codes.py wants, and compressed-tensors. A run that was stopped goes on where it was.
 """
@@ -25,6 +26,7 @@ from other_text import Run, compressed
 from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.format.gguf.words import MODEL
 from moetool.job.execute import run_stage
 from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.stages import stages
@@ -110,6 +112,17 @@ class Timed(Doors):
         run_stage(kind, self.model, target, kind.options_type(bits=bits, group_size=GROUP, **text), overwrite=True)
         return self._left(target, self._plain.stat().st_size - Checkpoint.open(self.model).weight_bytes, began)
 
+    def repaired(self, file: Path) -> dict[str, Any]:
+        """A GGUF file after `moetool repair` towards the model."""
+        began, options, target = time.monotonic(), self.options, self.options.work / "repaired"
+        kind = stages()["repair"]
+        text = {"calibration": options.calibration, "sequence_length": options.length}
+        given = {"to": str(self.model), "steps": options.repair, "samples": options.repair_samples}
+        run_stage(kind, file, target, kind.options_type(**given, **text), overwrite=True)
+        found = self.measured(target / MODEL, began)
+        shutil.rmtree(target)
+        return found
+
     def _left(self, target: Path, beside: int, began: float) -> dict[str, Any]:
         found = self.checkpoint(target, beside, began)
         shutil.rmtree(target)
@@ -120,6 +133,8 @@ def main() -> None:
     parser = parser_of(__doc__, windows=24)
     parser.add_argument("--name", help="of the model, in the table")
     parser.add_argument("--mixtures", nargs="+", default=MIXTURES, help="of llama.cpp, whose bytes all others get")
+    parser.add_argument("--repair", type=int, metavar="STEPS", help="repair GGUF files, too")
+    parser.add_argument("--repair-samples", type=int, default=240, help="windows that a repair trains on")
     parser.add_argument("--no-packed", action="store_true", help="leave out compressed-tensors")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -142,8 +157,13 @@ def main() -> None:
     row("F16, llama.cpp", doors.whole)
     for mixture in options.mixtures:
         theirs = row(f"{mixture} by llama.cpp, importance", partial(doors.theirs, mixture, told=True))
-        row(f"`export --format gguf --size`, as many bytes as {mixture}", partial(doors.sized, theirs["bytes"]))
-        row(f"own format, as many bytes as {mixture}", partial(doors.own, theirs["bytes"]))
+        size = theirs["bytes"]
+        row(f"`export --format gguf --size`, as many bytes as {mixture}", partial(doors.sized, size))
+        if options.repair:
+            row(f"{mixture} by llama.cpp, repaired", partial(doors.repaired, options.work / f"llama-{mixture}.gguf"))
+            ours = options.work / f"size-{size}" / MODEL
+            row(f"`--size`, as many bytes as {mixture}, repaired", partial(doors.repaired, ours))
+        row(f"own format, as many bytes as {mixture}", partial(doors.own, size))
         if not options.no_packed:
             bits = int(next(filter(str.isdigit, mixture)))
             row(f"compressed-tensors, {bits} bits", partial(doors.packed, bits))

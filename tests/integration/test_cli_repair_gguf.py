@@ -147,3 +147,61 @@ def test_all_scales_of_a_family_can_learn(
     assert not {own for own in same & blocks if not own.endswith(LEFT.get(name, ()))}
     for own in blocks - same:
         assert 1 < factors_between(before[own], after[own]).mean() < 1.1
+
+
+def test_killed_while_it_writes_it_goes_on_there(
+    coarse: Path, repair: Repair, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--steps", 4, "--learning-rate", 0.01)
+    assert repair(coarse, tiny_mixtral, *words, name="whole").code == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moetool.repair.gguf_student.write_rescaled", fail)
+        assert repair(coarse, tiny_mixtral, *words).code == 130
+    assert not (tmp_path / "out" / "model.gguf").exists()
+    monkeypatch.setattr("moetool.repair.training.Distilling.run", fail)  # which is not done again
+    result = repair(coarse, tiny_mixtral, *words, "--resume")
+    assert result.code == 0, result.stderr
+    whole, cut = (tmp_path / name / "model.gguf" for name in ("whole", "out"))
+    assert whole.read_bytes() == cut.read_bytes()
+
+
+def test_what_makes_no_sense_for_a_file_is_refused(
+    coarse: Path, export: Export, repair: Repair, dense: Any, make_mixtral: Any, save_model: Any, tmp_path: Path
+) -> None:
+    other = save_model(make_mixtral(hidden_size=64), tmp_path / "other")
+    result = repair(coarse, other, "--dry-run")
+    assert result.code == 3
+    assert "hidden_size 32" in result.stderr
+    llama = dense("llama")
+    file = export(llama, "--type", "q4_0", "--overwrite")
+    for words, said in (
+        (("--routing", 3), "--routing: a dense model has no routers"),
+        (("--train", "routers"), "--train routers: this model has no routers"),
+        (("--train", "all"), "--train all: codes in a GGUF file stay as they are"),
+        (("--calibration", "self"), "--calibration self: a GGUF file is repaired on a text"),
+    ):
+        result = repair(file, llama, *words)
+        assert result.code == 2
+        assert said in result.stderr
+
+
+def test_routers_alone_leave_all_codes_as_they_are(
+    coarse: Path, repair: Repair, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    words = ("--train", "routers", "--steps", 8, "--learning-rate", 0.02, "--samples", 32)
+    result = repair(coarse, tiny_mixtral, *words)
+    assert result.code == 0, result.stderr
+    before, after = tensors_in(coarse), tensors_in(tmp_path / "out" / "model.gguf")
+    changed = {name for name in before if before[name].data.tobytes() != after[name].data.tobytes()}
+    assert changed <= {f"blk.{layer}.ffn_gate_inp.weight" for layer in range(3)}
+    assert changed or result.json["kept_step"] == 0
+
+
+def test_a_plan_tells_what_the_file_takes(coarse: Path, repair: Repair, tiny_mixtral: Path) -> None:
+    plan = repair(coarse, tiny_mixtral, "--dry-run")
+    assert plan.code == 0, plan.stderr
+    assert plan.json["output_bytes"] == coarse.stat().st_size

@@ -23,7 +23,7 @@ from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, GATE_AND_UP, gguf_library, layer_in_file, layer_of
 from moetool.job.progress import Progress
 
-PLAIN = ("F32", "F16", "BF16")  # types without blocks
+_PLAIN = ("F32", "F16", "BF16")  # types without blocks
 _AT_ONCE = 1 << 22  # numbers that are looked at together
 _CHANGED = 1e-6  # relative; what is less follows from adding and taking away one, as files do to some norms
 _ROUNDING = 2e-3  # ‖Δ‖ / ‖tensor‖ that fp16 scales may leave, of which each is rounded by .0005 at most
@@ -63,7 +63,7 @@ def write_rescaled(before: Path, model: GgufSource, file: Path, progress: Progre
     for name, stored in own.tensors.items():
         progress.advance()
         kind, number = BLOCK_TYPES.get(stored.tensor_type.name.lower()), stored.tensor_type
-        if (rows := _rows(name, coming)) is None or (kind is None and number.name not in PLAIN):
+        if (rows := _rows(name, coming)) is None or (kind is None and number.name not in _PLAIN):
             continue
         size = 1 if kind is None else kind.numbers
         width = stored.n_bytes // (stored.n_elements // size)
