@@ -242,12 +242,14 @@ def record_origin(
     coming: Mapping[str, bytes] = MappingProxyType({}),
     known: Mapping[Path, str] = MappingProxyType({}),
     model: tuple[Mapping[str, object], int] | None = None,
+    lies_in: Path | None = None,
 ) -> None:
     """Write the manifest and the model card of a job's result: of `files` that are there, some with digests that are
-    `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights."""
+    `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights. The
+    input's own manifest is beside its weights, or where it `lies_in`."""
     checkpoint = job.source.checkpoint
     check_read(checkpoint)
-    before = manifest_of(checkpoint.path)
+    before = manifest_of(lies_in or checkpoint.path)
     files = [*files, *keep_source_card(checkpoint, job.output)]
     names = {file.relative_to(job.output).as_posix(): file for file in files}
     digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}

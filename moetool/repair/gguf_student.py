@@ -27,7 +27,7 @@ from moetool.format.gguf.words import EMBEDDINGS, EXPERTS, GATE_AND_UP, HEAD, MO
 from moetool.job.job import Job, Source
 from moetool.job.options import context_length
 from moetool.job.progress import phase
-from moetool.job.result import CalibrationFacts, LoadedLayer, Sizes
+from moetool.job.result import CalibrationFacts, Sizes
 from moetool.job.writing import record_origin
 from moetool.repair.costs import TrainedModel
 from moetool.repair.options import RepairOptions, Trained
@@ -53,7 +53,7 @@ class GgufStudent(Student):
 
     @cached_property
     def _file(self) -> GgufModel:
-        return GgufModel(self.source.file, is_exact=True)
+        return GgufModel(self.source.path, is_exact=True)
 
     @property
     def trains(self) -> Trained:
@@ -66,23 +66,32 @@ class GgufStudent(Student):
 
     @property
     def trained(self) -> TrainedModel:
-        checkpoint, trained = self.source.checkpoint, 0
-        loaded = loading_memory(checkpoint, torch.float32).needed
-        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())
+        trained, routers = 0, self.trains == "routers"
         for name, tensor in self._file.tensors.items():
             kind, size = BLOCK_TYPES.get(tensor.tensor_type.name.lower()), int(tensor.n_elements)
-            if self.trains == "routers":
+            if routers:
                 trained += size * name.endswith(_ROUTER)
             else:
                 trained += size // kind.numbers if kind is not None else size * (tensor.tensor_type.name == "F32")
-        return TrainedModel(loaded + 2 * 4 * largest, trained, 0)
+        return TrainedModel(self._loaded, trained, 0)
+
+    @property
+    def _loaded(self) -> int:
+        """Bytes of the model in fp32, and of the gradient of a matrix and its product with that."""
+        checkpoint = self.source.checkpoint
+        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())
+        return loading_memory(checkpoint, torch.float32).needed + 2 * torch.float32.itemsize * largest
 
     def most(self, nbytes: int, share: float) -> TrainedModel:
-        return self.trained
+        """Scales of the smallest blocks there are, whatever the types become."""
+        shapes = [info.shape for info in self.source.checkpoint.tensors.values()]
+        smallest = min(kind.numbers for kind in BLOCK_TYPES.values())
+        trained = sum(math.prod(shape) // (smallest if len(shape) > 1 else 1) for shape in shapes)
+        return TrainedModel(self._loaded, trained, 0)
 
     @property
     def input_bytes(self) -> int:
-        return self.source.file.stat().st_size
+        return self.source.path.stat().st_size
 
     @property
     def output_bytes(self) -> int:
@@ -168,16 +177,20 @@ class GgufStudent(Student):
         save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
         trained = Checkpoint.open(directory)
         with phase(job.progress, WRITE, len(self._file.tensors)):
-            write_rescaled(self.source.file, GgufSource.of(trained), file, job.progress)
+            write_rescaled(self.source.path, GgufSource.of(trained), file, job.progress)
         if self.options.proof:
-            job.loaded = LoadedLayer(0, prove_rescaled(file, trained))
+            worst = prove_rescaled(file, trained)
+            job.progress.log(
+                f"Read back, all tensors of the file are what was trained, within {worst:.1e} of their size."
+            )
         given = generation_defaults(directory)
         has_template = (directory / "chat_template.jinja").exists()
-        about = modelfile(MODEL, context_length(trained.settings), given, has_template=has_template)
-        write_bytes(job.output / MODELFILE, about.encode())
+        said = modelfile(MODEL, context_length(trained.settings), given, has_template=has_template)
+        write_bytes(job.output / MODELFILE, said.encode())
         shutil.rmtree(directory)
         files = [file, job.output / MODELFILE]
-        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=self._types())
+        types, lies_in = self._types(), self.source.lies_in
+        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=types, lies_in=lies_in)
 
     def _types(self) -> dict[int, LayerTypes]:
         """Types of the tensors of each layer."""
@@ -201,7 +214,7 @@ class GgufStudent(Student):
                 or found.tensor_type != tensor.tensor_type
                 or found.shape.tolist() != tensor.shape.tolist()
             ):
-                raise VerificationError(f"{output / MODEL} lacks {name} as it is in {self.source.file}.")
+                raise VerificationError(f"{output / MODEL} lacks {name} as it is in {self.source.path}.")
         return Sizes(self.input_bytes, (output / MODEL).stat().st_size)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.gguf import is_gguf
+from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
@@ -50,24 +51,37 @@ class GgufInput:
     """A GGUF file as the input of a repair.
 
     Attributes:
-        checkpoint: what the file is read as.
-        file: where it lies.
+        checkpoint: what the file is read as; what it is to be made of, where there is none yet.
         model: the same, as the tensors of such a file.
+        file: where it lies; `None` where it is planned.
     """
 
     checkpoint: Checkpoint
-    file: Path
     model: GgufSource
+    file: Path | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "GgufInput":
         """Open one by what it is read as. Raises `InvalidInputError` for a family that moetool does not write."""
-        return cls(checkpoint, local_path(checkpoint.source), GgufSource.of(checkpoint))
+        return cls(checkpoint, GgufSource.of(checkpoint), local_path(checkpoint.source))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of what the file is read as."""
         return self.model.dtype
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies, which has to be there."""
+        assert self.file is not None
+        return self.file
+
+    @property
+    def lies_in(self) -> Path | None:
+        """The directory of an export, if the file is one: its manifest tells of what the file was made."""
+        directory = self.path.parent
+        manifest = manifest_of(directory)
+        return directory if manifest is not None and self.path.name in manifest.files else None
 
 
 RepairedSource = Source | MoefiedSource | GgufInput
@@ -87,6 +101,8 @@ def source_before(source: Input) -> RepairedSource:
     Raises `InvalidInputError` for an encoder."""
     if isinstance(source, Source):
         return source
+    if isinstance(source, GgufSource):
+        return GgufInput(source.checkpoint, source, None)
     _refuse_encoder(source.checkpoint)
     return MoefiedSource(source.checkpoint)
 

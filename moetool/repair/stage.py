@@ -266,7 +266,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     def _say_of_origin(self, job: Job[RepairedSource]) -> None:
         """Say so if the model's record names other originals than this one."""
-        manifest, source = manifest_of(self.source.checkpoint.path), self.source.checkpoint
+        source = self.source.checkpoint
+        lies_in = self.source.lies_in if isinstance(self.source, GgufInput) else source.path
+        manifest = None if lies_in is None else manifest_of(lies_in)
         if manifest is None:
             return
         if self._original.fingerprint() not in {origin.source_fingerprint for origin in manifest.origins}:

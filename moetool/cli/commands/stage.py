@@ -68,7 +68,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=Annotated[str, option])
         )
     stage = stages()[own]
-    if repairs := name in ("compress", "moefy"):
+    if repairs := name in ("compress", "moefy") or stage.model_file is not None:
         more.append(_REPAIR)
 
     def command(
