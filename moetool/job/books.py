@@ -98,6 +98,9 @@ class Books:
     def abandon(self) -> None:
         """Leave what is there for a run that goes on with it: the job failed."""
 
+    def discard(self) -> None:
+        """Forget and delete all that was done: the job fails, and would fail again if it went on from there."""
+
     def close(self) -> None:
         """Delete the work directory of a finished job."""
 

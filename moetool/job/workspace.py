@@ -179,6 +179,12 @@ class Workspace(Books):
         told = {name: unit.told for name, unit in units.items()}
         ranks.broadcast(({name for name in units if self.is_done(name)}, told))
 
+    def discard(self) -> None:
+        path = self.work / _JOURNAL
+        _delete(_entries(self.work) - {path, self._lock.path})
+        _delete([path])
+        self._journal = Journal(path, self.fingerprint, self._inputs.states)
+
     def abandon(self) -> None:
         """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
         is_empty = not self._journal.units and _entries(self.output) == {self.work}

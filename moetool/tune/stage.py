@@ -192,7 +192,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.runtime.loading import load_model
         from moetool.tune.masks import all_closed
         from moetool.tune.teacher import Teacher
-        from moetool.tune.tuning import train
+        from moetool.tune.tuning import mask_rates, train
 
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
@@ -210,9 +210,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         if not job.ranks.is_first:
             return Details()
         if told.mask_sparsity is not None and all_closed(model):
+            job.workspace.discard()
+            mask_rate, multiplier_rate = mask_rates(self.options, told.steps)
             raise VerificationError(
-                "All masks have closed: the result would be the model that it was made from. More --steps, or a lower "
-                "--mask-learning-rate or --multiplier-rate, leave experts open."
+                "All masks have closed: the result would be the model that it was made from. Its work is deleted: "
+                "with these options it could only end so. Start again with more --steps, or with a lower "
+                f"--mask-learning-rate or --multiplier-rate (here {told.steps}, {mask_rate:.3g} and "
+                f"{multiplier_rate:.3g})."
             )
         if weights is not None:
             model = load_model(self.source.checkpoint, torch.float32)

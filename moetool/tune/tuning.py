@@ -139,7 +139,12 @@ def _constraint(model: "PreTrainedModel", options: TuneOptions, steps: int) -> M
     if interpolation is None or not interpolation.trains_masks:
         return None
     interpolation.samples = options.sample_masks
-    return MaskConstraint(model, interpolation.sparsity, options.multiplier_rate or 4 / steps, options.overlap)
+    return MaskConstraint(model, interpolation.sparsity, mask_rates(options, steps)[1], options.overlap)
+
+
+def mask_rates(options: TuneOptions, steps: int) -> tuple[float, float]:
+    """Learning rate of SIMoE's masks and rate of their multiplier: what was given, or the default for so many steps."""
+    return options.mask_learning_rate or 3 * WAY / steps, options.multiplier_rate or 4 / steps
 
 
 def _optimizers(
@@ -148,7 +153,7 @@ def _optimizers(
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options, steps) is None:
         return None, None
-    groups = parameter_groups(model, options.mask_learning_rate or 3 * WAY / steps, options.weight_decay)
+    groups = parameter_groups(model, mask_rates(options, steps)[0], options.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
     scheduler = get_scheduler(options.schedule, optimizer, _warmup_steps(options, steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0

@@ -485,11 +485,17 @@ def test_other_ways_to_tune_simoe(tuned: Any, simoe: Path, options: tuple[object
 
 
 def test_masks_that_have_all_closed_are_refused(run_cli: Any, simoe: Path, data: Path, tmp_path: Path) -> None:
-    arguments = ("tune", simoe, tmp_path / "closed", *SHORT, "--data", data, "--steps", 2, "--mask-learning-rate", 9)
-    result = run_cli(*arguments)
+    """What they left could only end there again: nothing is kept, and a command with other options can start."""
+    output = tmp_path / "closed"
+    arguments = ("tune", simoe, output, *SHORT, "--data", data, "--steps", 2)
+    result = run_cli(*arguments, "--mask-learning-rate", 9)
     assert result.code == 5
     assert "All masks have closed" in result.stderr
-    assert not (tmp_path / "closed" / "config.json").exists()
+    assert "Start again with more --steps, or with a lower --mask-learning-rate" in result.stderr
+    assert "(here 2, 9 and 2)" in result.stderr
+    assert "--resume" not in result.stderr
+    assert not output.exists()
+    assert run_cli(*arguments, "--mask-learning-rate", 0.1).code == 0
 
 
 def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Path, dense: Any, upcycle: Any) -> None:

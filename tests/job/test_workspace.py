@@ -12,7 +12,7 @@ from moetool.checkpoint.names import WORK_DIRECTORY
 from moetool.errors import UsageError
 from moetool.job.books import PartBooks
 from moetool.job.inputs import Inputs
-from moetool.job.workspace import Workspace, check_finished, is_finished
+from moetool.job.workspace import TRAINER, Workspace, check_finished, is_finished
 
 
 @pytest.fixture
@@ -257,6 +257,17 @@ def test_a_failure_after_something_was_done_leaves_it(output: Path) -> None:
     workspace.done("a")
     workspace.abandon()
     assert Workspace(output, "f", resume=True).is_done("a")
+
+
+def test_a_failure_that_nothing_can_go_on_from_leaves_nothing(output: Path) -> None:
+    workspace = Workspace(output, "f")
+    (workspace.work / "a.bin").write_text("a")
+    workspace.done("a")
+    (workspace.work / TRAINER).mkdir()
+    workspace.discard()
+    assert not workspace.is_done("a")
+    workspace.abandon()
+    assert not output.exists()
 
 
 def test_a_failure_never_deletes_results(output: Path) -> None:
