@@ -13,7 +13,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from moetool.cli.choosing import CHOICES
 from moetool.cli.examples import EXAMPLES, MAIN, of_form
-from moetool.cli.foreign import ours
+from moetool.cli.foreign import ours, sizing
 from moetool.cli.names import commands
 from moetool.errors import did_you_mean
 
@@ -91,7 +91,9 @@ class HintingCommand(TyperCommand):
                 option, there = error.option_name, self.elsewhere.get(error.option_name)
                 known = [name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)]
                 arguments = [own.name.upper() for own in self.params if own.param_type_name == "argument" and own.name]
-                hint = f" It exists with {there}." if there else ""
+                hint = sizing(self.name or "", option, known)
+                if there:
+                    hint += f" {option if hint else 'It'} exists with {there}."
                 hint = hint or ours(self.name or "", option, known, arguments) or did_you_mean(option, known)
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):

@@ -104,6 +104,15 @@ _LINES: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+# By command, the options that set the size of what it writes; a method or format of it has some of them.
+_SIZING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "compress": ("--bits", "--drop"),
+        "export": ("--size", "--bits"),
+        "quantize-delta": ("--bits",),
+        "sparsify-delta": ("--drop",),
+    }
+)
 _INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")
 _OUTPUT = ("output", "output-dir", "out", "save-path", "outfile", "save-dir")
 
@@ -126,6 +135,15 @@ def ours(command: str, option: str, known: Collection[str], arguments: Collectio
     there = {*known, *arguments}
     found = next((own for own in _OURS.get(name, ()) if own in there), None)
     return f" Here it is {found}." if found else ""
+
+
+def sizing(command: str, option: str, known: Collection[str]) -> str:
+    """A sentence on which option sets the size where there is no `--ratio` or `--size`, to end a message with; nothing
+    for any other option, or where none does. The arguments are those of `ours`."""
+    if option not in ("--ratio", "--size"):
+        return ""
+    found = next((own for own in _SIZING.get(command, ()) if own in known), None)
+    return f" Here {found} sets the size." if found else ""
 
 
 def command_here(name: str) -> str:

@@ -18,6 +18,18 @@ from moetool.errors import did_you_mean
         (("compress", "a", "b", "--preset", "d2moe-4"), "Did you mean d2moe-40?"),
         (("upcycle", "a", "b", "--rank", "3"), "No such option: --rank. It exists with --method ders-lowrank."),
         (("export", "a", "b", "--expert", "3"), "It exists with --format dense."),
+        (
+            ("compress", "a", "b", "--method", "ders-quantize", "--ratio", "0.6", "--bits", "2"),
+            "No such option: --ratio. Here --bits sets the size. --ratio exists with --method auto or",
+        ),
+        (("compress", "a", "b", "--method", "ders-sparsify", "--size", "3G"), "Here --drop sets the size."),
+        (("quantize-delta", "a", "b", "--ratio", "0.6"), "Here --bits sets the size."),
+        (("sparsify-delta", "a", "b", "--ratio", "0.6"), "Here --drop sets the size."),
+        (
+            ("export", "a", "b", "--format", "compressed-tensors", "--size", "3G"),
+            "Here --bits sets the size. --size exists with --format gguf.",
+        ),
+        (("export", "a", "b", "--format", "gguf", "--ratio", "0.6"), "Here --size sets the size."),
         (("compress", "a", "b", "--num-calibration-samples", "3"), "Here it is --samples."),
         (("compress", "a", "b", "--dataset", "c4"), "Here it is --calibration."),
         (("eval", "a", "--dataset", "c4"), "Here it is --data."),
