@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from moetool.checkpoint.files import file_sha256
 from moetool.checkpoint.header import read_header, reading
-from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.names import CONFIG, MANIFEST
 from moetool.checkpoint.reader import Checkpoint, digest_of
 from moetool.errors import InvalidInputError, UsageError
@@ -131,6 +131,17 @@ def is_known_as(checkpoint: Checkpoint, fingerprint: str) -> bool:
         InvalidInputError: a file cannot be read any more.
     """
     return fingerprint == checkpoint.fingerprint() or is_known_by_earlier(checkpoint, fingerprint)
+
+
+def steps_since(original: Checkpoint, manifest: Manifest) -> tuple[Origin, ...]:
+    """The steps from an original to the checkpoint of a manifest, the last one first; empty if that does not name it.
+
+    Raises:
+        InvalidInputError: a file of the original cannot be read any more.
+    """
+    origins = manifest.origins
+    found = (number for number, step in enumerate(origins, 1) if is_known_as(original, step.source_fingerprint))
+    return origins[: next(found, 0)]
 
 
 def is_known_by_earlier(checkpoint: Checkpoint, fingerprint: str) -> bool:

@@ -91,7 +91,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
                 if comparison is not None:
                     comparison.add(number, rows, logits, losses[-1])
                 progress.advance()
-    sources = calibration_sources(checkpoint)
+    sources = calibration_sources(checkpoint, options.against)
     told = [
         TextLoss(
             name=text.name,

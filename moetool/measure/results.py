@@ -150,7 +150,8 @@ class Evaluation(Printed):
         against: how far it is from an original, if one was given.
         texts: each by itself; empty in what an older moetool has recorded.
         over_texts: KL divergence over several of them, if an original was given.
-        calibration: the texts that the model was calibrated on, as its manifest names them.
+        calibration: the texts that the model was calibrated on since it was the original, or ever, as its manifest
+            names them.
     """
 
     model: str

@@ -12,6 +12,7 @@ from moetool.calibration.data import BUNDLED, TEXT_SUFFIXES, DataSpec, parse_dat
 from moetool.calibration.opening import Bos, Tokenizer
 from moetool.calibration.readable import left_out_remark
 from moetool.calibration.windows import TextWindows, check_tokens, evaluation_texts
+from moetool.checkpoint.identity import steps_since
 from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import is_here
@@ -78,14 +79,18 @@ def open_texts(
     return found.texts
 
 
-def calibration_sources(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The texts on which a model was calibrated, in any of the steps that made it, as its manifest names them, with
-    the kinds of the bundled text that the last step mixed in; empty where there is no manifest, or it names none."""
+def calibration_sources(checkpoint: Checkpoint, original: str | None = None) -> tuple[str, ...]:
+    """The texts on which a model was calibrated, as its manifest names them, with the kinds of the bundled text that
+    the last step mixed in; empty where there is no manifest, or it names none. All steps count that made it, or, if
+    the manifest names the model `original` among their inputs, those since."""
     if (manifest := manifest_of(checkpoint.path)) is None:
         return ()
     sources = _sources(manifest.recipe.get("calibration"))
     named = {public(source) for source in sources}  # of earlier steps files are recorded without their folders
-    earlier = [_sources((origin.chosen or {}).get("calibration")) for origin in manifest.origins[1:]]
+    steps = manifest.origins
+    if original is not None and manifest.lineage:
+        steps = steps_since(Checkpoint.open(original), manifest) or steps
+    earlier = [_sources((step.chosen or {}).get("calibration")) for step in steps[1:]]
     sources += [source for found in earlier for source in found if source not in named]
     facts = manifest.statistics.get("calibration")
     windows = facts.get("kinds") if isinstance(facts, Mapping) else None

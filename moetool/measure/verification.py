@@ -10,7 +10,7 @@ from moetool.architectures import Architecture
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.gguf_model import GgufModel
-from moetool.checkpoint.identity import is_known_as
+from moetool.checkpoint.identity import steps_since
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
 from moetool.checkpoint.names import CONFIG, MANIFEST
 from moetool.checkpoint.reader import Checkpoint
@@ -85,7 +85,7 @@ def verify_checkpoint(
     if against is not None:
         original = Checkpoint.open(against)
         is_itself = original.fingerprint() == checkpoint.fingerprint()
-        steps = [] if is_itself else _steps(manifest, original, known, notes)
+        steps = () if is_itself else _steps(manifest, original, known, notes)
         stages = [step.stage for step in steps or ()]
         if steps is None:
             problems.append(f"its manifest names another source than {against}")
@@ -224,17 +224,18 @@ def _rounded(
     return set(map(weight_of, modules))
 
 
-def _steps(manifest: Manifest | None, original: Checkpoint, known: Stages, notes: list[str]) -> list[Origin] | None:
+def _steps(
+    manifest: Manifest | None, original: Checkpoint, known: Stages, notes: list[str]
+) -> tuple[Origin, ...] | None:
     """The steps from a source to what a manifest describes, the last first; empty if nothing tells; `None` if the
     manifest names other sources."""
     if manifest is None:
         notes.append(f"it has no {MANIFEST} that would say what it was made from")
-        return []
+        return ()
+    if steps := steps_since(original, manifest):
+        return steps
     origins = manifest.origins
-    for index, origin in enumerate(origins):
-        if is_known_as(original, origin.source_fingerprint):
-            return list(origins[: index + 1])
     if (first := known.get(origins[-1].stage)) is not None and first.continues:
         notes.append(f"its manifest goes back to {origins[-1].source}, and does not say what that was made from")
-        return []
+        return ()
     return None

@@ -76,6 +76,27 @@ def test_beside_other_models_a_row_says_for_each_which_texts_are_of_its_calibrat
     assert rows == [["wiki.test.txt", ""], ["none", ""]]
 
 
+def test_only_steps_since_the_original_tell_what_is_of_the_calibrations_kind(
+    run_cli: Any, tiny_mixtral: Path, texts: str, tmp_path: Path
+) -> None:
+    """What an earlier step was calibrated on says nothing of what was lost since."""
+    names = [Path(text) for text in texts.split(",")]
+    few = ("--samples", 8, "--sequence-length", 32, "--mix", 0)
+    for source, output, text, *how in (
+        (tiny_mixtral, "pruned", names[0], "reap", "--experts", 3),
+        (tmp_path / "pruned", "coded", names[1], "quantize", "--bits", 4),
+    ):
+        made = run_cli("compress", source, tmp_path / output, "--method", *how, *few, "--calibration", text)
+        assert made.code == 0, made.stderr
+    told = [
+        run_cli("eval", tmp_path / "coded", "--data", texts, *FEW, "--json", *against).json
+        for against in ((), ("--against", tiny_mixtral), ("--against", tmp_path / "pruned"))
+    ]
+    kinds_of_both = [[text["own_kind"] for text in found["texts"]] for found in told]
+    assert kinds_of_both == [[True, True], [True, True], [False, True]]
+    assert [len(found["calibration"]) for found in told] == [2, 2, 1]
+
+
 @pytest.mark.usefixtures("short_pieces")
 def test_what_was_mixed_in_is_its_own_kind(run_cli: Any, tiny_mixtral: Path, texts: str, tmp_path: Path) -> None:
     """Of the bundled text those kinds that gave windows."""
