@@ -12,6 +12,7 @@ from moetool.measure.results import (
     TextLoss,
     kind_in_words,
     short_names,
+    shown_kl,
 )
 from moetool.measure.tasks.results import Evaluated, Evaluations, TaskScore
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
@@ -51,8 +52,8 @@ def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
     """Rows that summarize KL divergence over several texts; empty if there is only one."""
     if found is None:
         return []
-    worst = f"{found.kl_worst:.6f} on {found.worst_text}"
-    told = [("KL by text", f"mean {found.kl_mean:.6f}, worst {worst}")]
+    worst = f"{shown_kl(found.kl_worst):.6f} on {found.worst_text}"
+    told = [("KL by text", f"mean {shown_kl(found.kl_mean):.6f}, worst {worst}")]
     if found.abroad is not None:
         times = f"{found.abroad:.1f} times as much as on the calibration's own kind ({found.kl_own:.6f})"
         told.append(("on other kinds", f"at worst {times}"))
@@ -76,7 +77,7 @@ def print_texts(texts: Sequence[TextLoss], protocol: str = "perplexity") -> None
             f"{text.perplexity:.4f}",
         ]
         if (lost := text.against) is not None:
-            row += [_excess(lost), f"{lost.kl:.6f}", f"{lost.agreement:.2%}"]
+            row += [_excess(lost), f"{shown_kl(lost.kl):.6f}", f"{lost.agreement:.2%}"]
         rows.append(row)
     print_table(headers, rows, title="Text by text" + (", nats per token" if has_original else ""))
 
@@ -112,7 +113,7 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
     if first.against is not None:
         measures |= {
             "excess loss": lambda loss: _excess(loss.against) if loss.against else "",
-            "KL": lambda loss: f"{loss.against.kl:.6f}" if loss.against else "",
+            "KL": lambda loss: f"{shown_kl(loss.against.kl):.6f}" if loss.against else "",
             "top-1": lambda loss: f"{loss.against.agreement:.2%}" if loss.against else "",
         }
     of_all = "all texts" if len(first.texts) > 1 else "text"
@@ -140,7 +141,7 @@ def _measured(
 
 
 def _worst(found: Evaluation | None) -> str:
-    return "" if found is None or found.over_texts is None else f"{found.over_texts.kl_worst:.6f}"
+    return "" if found is None or found.over_texts is None else f"{shown_kl(found.over_texts.kl_worst):.6f}"
 
 
 def _own_kinds(found: Evaluation | None) -> str:
@@ -183,7 +184,7 @@ def _against(found: Divergence) -> list[tuple[str, str]]:
     return [
         ("against", f"{found.model} (perplexity {found.perplexity:.4f}, loss {found.nll:.6f})"),
         ("excess loss", f"{_excess(found)} nats per token"),
-        ("KL divergence", f"{found.kl:.6f} nats per token"),
+        ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
         ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
     ]
 

@@ -89,6 +89,11 @@ class TextLoss(Printed):
 OWN_KIND_ALONE = "all of this is text of the calibration's own kind; text of other kinds loses more"
 
 
+def shown_kl(kl: float) -> float:
+    """A KL divergence in nats as it is printed: 0 where rounding alone has made it negative."""
+    return 0.0 if -1e-6 < kl <= 0 else kl
+
+
 def kind_in_words(own_kind: bool | None) -> str:
     """Whether calibration had text of a text's kind; nothing where that is not known."""
     return {True: "own kind", False: "other kind", None: ""}[own_kind]
@@ -128,7 +133,7 @@ class OverTexts(Printed):
             kl_worst=largest,
             worst_text=worst.name,
             kl_own=home,
-            abroad=max(others) / home if home and others else None,
+            abroad=max(others) / home if home and others and home > 0 else None,
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.job.forecast import format_seconds
-from moetool.measure.results import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names
+from moetool.measure.results import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names, shown_kl
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
 from moetool.report.parts import CodeBlock, PageTable, Section, count, number, plain
 from moetool.report.recorded import RecordedRun
@@ -29,10 +29,10 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
         beside = "" if found.against is None else f"the original's: {found.against.perplexity:.2f}"
         yield found.protocol, f"{found.perplexity:.2f}", beside
         if found.against is not None:
-            yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {found.against.kl:.4f} nats"
+            yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {shown_kl(found.against.kl):.4f} nats"
         if found.over_texts is not None:
             worst = f"nats on {short_names([found.over_texts.worst_text])[0]}"
-            yield "KL on the worst text", f"{found.over_texts.kl_worst:.4f}", worst
+            yield "KL on the worst text", f"{shown_kl(found.over_texts.kl_worst):.4f}", worst
     elif report.made is not None:
         yield "quality", "not measured", "report with --data TEXT --against ORIGINAL adds it"
 
@@ -228,7 +228,7 @@ def _losses(found: Evaluation | TextLoss) -> tuple[str, ...]:
         f"{found.perplexity:.4f}",
         f"{beside.perplexity:.4f}",
         f"{beside.excess:.4f}{error}",
-        f"{beside.kl:.4f}",
+        f"{shown_kl(beside.kl):.4f}",
         f"{beside.agreement:.2%}",
     )
 

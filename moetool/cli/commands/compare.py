@@ -19,7 +19,7 @@ from moetool.errors import UsageError
 from moetool.job.checks import output_directory
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
-from moetool.measure.results import TextLoss, short_names
+from moetool.measure.results import TextLoss, short_names, shown_kl
 
 _MODEL = ("model", "asked", "saved", "size")
 HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")
@@ -148,10 +148,10 @@ def tables(result: Compared) -> list[ComparedTable]:
 
 
 def _divergences(row: ComparedModel) -> list[str]:
-    found = [1000 * text.against.kl for text in row.texts if text.against is not None]
+    found = [text.against.kl for text in row.texts if text.against is not None]
     over = row.over_texts
-    found += [] if over is None else [1000 * over.kl_mean, 1000 * over.kl_worst]
-    return [f"{value:.2f}" for value in found]
+    found += [] if over is None else [over.kl_mean, over.kl_worst]
+    return [f"{1000 * shown_kl(kl):.2f}" for kl in found]
 
 
 def _excess_and_agreement(text: TextLoss) -> str:
@@ -173,7 +173,7 @@ def cells(row: ComparedModel) -> tuple[str, ...]:
         "" if row.bytes is None else format_bytes(row.bytes),
         "" if row.perplexity is None else f"{row.perplexity:.3f}",
         "" if row.excess is None else _with_error(row.excess, row.excess_error),
-        "" if row.kl is None else f"{1000 * row.kl:.2f}",
+        "" if row.kl is None else f"{1000 * shown_kl(row.kl):.2f}",
         "" if row.agreement is None else f"{row.agreement:.2%}",
         "" if row.seconds is None else format_seconds(row.seconds),
         "" if row.peak_memory_bytes is None else format_bytes(row.peak_memory_bytes),

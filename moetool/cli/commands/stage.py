@@ -27,6 +27,7 @@ from moetool.errors import UsageError
 from moetool.job.forecast import format_seconds
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
+from moetool.measure.results import shown_kl
 from moetool.reduce.results import DroppedResult, ReducedResult
 from moetool.repair.results import RepairResult
 from moetool.upcycle.results import AddedResult
@@ -265,7 +266,8 @@ def _repaired(told: RepairResult) -> list[tuple[str, str]]:
         said = "Training made no held-out text better without harm to another: the weights are those of the input."
         return [("note", said)]
     changes = [
-        f"{1000 * before:.4g} → {1000 * told.kl_after[name]:.4g} on {name}" for name, before in told.kl_before.items()
+        f"{1000 * shown_kl(before):.4g} → {1000 * shown_kl(told.kl_after[name]):.4g} on {name}"
+        for name, before in told.kl_before.items()
     ]
     return [("held out", f"KL divergence from the original {', '.join(changes)}, in millinats (step {told.kept_step})")]
 

@@ -12,7 +12,7 @@ from moetool.cli.evaluations import over_texts, print_texts
 from moetool.cli.generate import build_options, builder
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
-from moetool.measure.results import Comparison, Likeness
+from moetool.measure.results import Comparison, Likeness, shown_kl
 from moetool.measure.verification import exported_gguf, verify_checkpoint
 from moetool.stages import stages
 
@@ -75,7 +75,7 @@ def _likeness(found: Likeness) -> list[tuple[str, str]]:
     return [
         ("text", f"{found.text} ({found.windows} windows, {found.tokens:,} tokens)"),
         ("excess loss", f"{found.excess:.6f} nats per token"),
-        ("KL divergence", f"{found.kl:.6f} nats per token"),
+        ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
         ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
         *over_texts(found.over_texts),
     ]
