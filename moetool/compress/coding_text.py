@@ -38,9 +38,10 @@ class CodingText:
     experts_at_once: int
 
     @classmethod
-    def of(cls, source: Source, options: RunOptions, text: TextOptions, *, in_turn: bool = True) -> Self | None:
-        """Return the text of a job on this model; `None` if `--calibration` names none."""
-        if text.calibration is None:
+    def of(cls, source: Source, options: RunOptions, *, in_turn: bool = True) -> Self | None:
+        """Return the text of a job on this model; `None` if its options have no text, or `--calibration` names none."""
+        text: object = options  # mypy takes no options for both kinds at once
+        if not isinstance(text, TextOptions) or text.calibration is None:
             return None
         cost = calibration_cost(source, options, text, gradients=in_turn)
         codes = Measuring.codes(source.experts.shape, in_turn=in_turn)

@@ -63,10 +63,10 @@ class _Ders(Stage[DersT]):
         """Inputs that share a scale in a quantized base."""
         return BASE_GROUP
 
-    @property
+    @cached_property
     def _text(self) -> CodingText | None:
         """Return the text that codes are chosen on; `None` where they are not chosen on a text."""
-        return None
+        return CodingText.of(self.source, self.options)
 
     def _base(self) -> GivenBase:
         return open_base(self.options.base, self.source.experts, shared_expert=self.options.shared_expert)
@@ -114,10 +114,6 @@ class DersQuantize(_Ders[DersQuantizeOptions]):
 
     def _base_group(self) -> int:
         return self.options.group_size
-
-    @cached_property
-    def _text(self) -> CodingText | None:
-        return CodingText.of(self.source, self.options, self.options)
 
 
 class DersSparsify(_Ders[DersSparsifyOptions]):

@@ -161,7 +161,7 @@ class Quantize(MixingStage[QuantizeOptions]):
         options = self.options
         if options.rounding == "nearest" or (options.bits or "").startswith(("nf", "int")):
             return None
-        return CodingText.of(self.source, options, options, in_turn=options.in_turn)
+        return CodingText.of(self.source, options, in_turn=options.in_turn)
 
     # A budget, or codes that are refined: everything is measured.
 

@@ -45,7 +45,7 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
 
     @cached_property
     def _text(self) -> CodingText | None:
-        return CodingText.of(self.source, self.options, self.options)
+        return CodingText.of(self.source, self.options)
 
     def run(self, job: Job) -> LayersResult:
         reader, options = self.source.experts, self.options

@@ -166,7 +166,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
 
     @cached_property
     def _text(self) -> CodingText | None:
-        return CodingText.of(self.source, self.options, self.options)
+        return CodingText.of(self.source, self.options)
 
     def plan(self) -> Plan:
         source, text, output = self.source, self._text, self._shards.nbytes
