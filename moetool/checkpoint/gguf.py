@@ -27,7 +27,7 @@ def converted(file: Path, *, weights: bool = True) -> Path:
 
     Args:
         file: the file.
-        weights: whether more than config and tokenizer are needed.
+        weights: whether more than config and tokenizer are needed; what there is is taken in any case.
 
     Raises:
         InvalidInputError: it is cut short or damaged, or its family or a type of its numbers is not known.
@@ -35,8 +35,10 @@ def converted(file: Path, *, weights: bool = True) -> Path:
         UsageError: the library `gguf` is not installed.
     """
     here, digest = _here(file), _digest(file)
-    directory = _cache() / f"{here}-{digest}{'' if weights else '-config'}"
+    directory = _cache() / f"{here}-{digest}"
     if directory.is_dir():
+        return directory
+    if not weights and (directory := directory.with_name(f"{directory.name}-config")).is_dir():
         return directory
     _tell_others(file, here, digest)
     unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
