@@ -17,7 +17,6 @@ from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
-from moetool.runtime.conversions import conversions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +71,8 @@ def building(config: Mapping[str, object], path: Path, dtype: torch.dtype) -> "I
 def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every tensor that a model is saved as, by its name there; tied ones once."""
     from transformers.core_model_loading import revert_weight_conversion
+
+    from moetool.runtime.conversions import conversions_of
 
     state = model.state_dict()
     for tied in getattr(model, "all_tied_weights_keys", None) or {}:

@@ -63,10 +63,10 @@ def build(
 def _print(result: Inspection) -> None:
     counts, stored = result.parameters, result.files
     files = "in 1 file" if stored.files == 1 else f"in {stored.files} files"
-    if not stored.files:
+    if (file := local_path(result.path)).is_file():
+        files = f"as the checkpoint that this GGUF file of {format_bytes(file.stat().st_size)} is read as"
+    elif not stored.files:
         files = "by config.json alone: there are no weight files"
-        if (file := local_path(result.path)).is_file():
-            files = f"as the checkpoint that this GGUF file of {format_bytes(file.stat().st_size)} is read as"
     change = f", {format_change(stored.ratio)}" if stored.ratio else ""
     by_another = "" if stored.stored_as is None else f", stored in {stored.stored_as}"
     beside = []
