@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "stage",
         "Make an MoE model smaller in one streamed pass, by whatever loses least (or --method d2moe …).",
     ),
-    "repair": ("stage", "Train what costs no byte of a compressed or moefied model towards its original."),
+    "repair": ("stage", "Train what costs no byte of a compressed model or a GGUF file towards its original."),
     "fisher-merge": ("stage", "Stage 1: merge each layer's experts into one shared base."),
     "decompose": ("stage", "Stage 2: experts into base and deltas, without loss."),
     "svd-compress": ("stage", "Stage 3: make the deltas low-rank."),

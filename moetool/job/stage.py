@@ -35,7 +35,6 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         options_type: its options.
         source_type: what it works on: an MoE model, unless it says otherwise.
         writes_model: whether its output is a model.
-        model_file: the file of its output that can be an input, where that is not the directory itself.
         is_parallel: whether several processes, as `torchrun` or `accelerate launch` start them, share the work.
         has_trainer: whether they do so by transformers' Trainer, which brings them together itself.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
@@ -51,7 +50,6 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
     summary: ClassVar[str]
     options_type: ClassVar[type[RunOptions]]
     writes_model: ClassVar[bool] = True
-    model_file: ClassVar[str | None] = None
     source_type: ClassVar[type[Input]] = Source
     method_of: ClassVar[str | None] = None
     is_parallel: ClassVar[bool] = False

@@ -1,5 +1,4 @@
-"""A stage and the repair of what it made, one job after the other: `compress --repair STEPS`, and the same of `moefy`
-and of `export --format gguf`.
+"""A stage and the repair of what it made, one job after the other: `compress --repair STEPS`, and the same of `moefy`.
 
 What the stage made lies beside the output, as `OUTPUT-unrepaired`, until the repaired model is whole. Each of the two
 jobs keeps a journal of its own, so that `--resume` goes on in whichever was stopped, and the result has the bytes that
@@ -56,11 +55,6 @@ def unrepaired_path(output: str | Path) -> Path:
     return directory.with_name(directory.name + _BETWEEN)
 
 
-def _made(kind: type[AnyStage], between: Path) -> Path:
-    """What waits there, as an input."""
-    return between if kind.model_file is None else between / kind.model_file
-
-
 def repair_options(source: str | Path, options: RunOptions, steps: int) -> RepairOptions:
     """The options of the repair: text and machine of the stage before it, and the repair's own defaults."""
     shared = (set(TextOptions.model_fields) | set(RunOptions.model_fields)) - {"compute_dtype"}
@@ -91,7 +85,7 @@ def dry_run_repaired(
         _made_so(kind, source, directory, options, steps)
     plan, _ = dry_run(kind, source, between, options, resume=resume, overwrite=overwrite and between.exists())
     if resume and is_finished(between):
-        dry_run(Repair, _made(kind, between), output, repair_options(source, options, steps), resume=True)
+        dry_run(Repair, between, output, repair_options(source, options, steps), resume=True)
     return _joined(plan, kind, source, options, steps), None
 
 
@@ -143,7 +137,7 @@ def run_repaired(
     )
     repaired = run_stage(
         Repair,
-        _made(kind, between),
+        between,
         output,
         repair_options(source, options, steps),
         resume=resume,

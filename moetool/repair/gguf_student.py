@@ -73,21 +73,10 @@ class GgufStudent(Student):
                 trained += size * name.endswith(_ROUTER)
             else:
                 trained += size // kind.numbers if kind is not None else size * (tensor.tensor_type.name == "F32")
-        return TrainedModel(self._loaded, trained, 0)
-
-    @property
-    def _loaded(self) -> int:
-        """Bytes of the model in fp32, and of the gradient of a matrix and its product with that."""
         checkpoint = self.source.checkpoint
-        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())
-        return loading_memory(checkpoint, torch.float32).needed + 2 * torch.float32.itemsize * largest
-
-    def most(self, nbytes: int, share: float) -> TrainedModel:
-        """Scales of the smallest blocks there are, whatever the types become."""
-        shapes = [info.shape for info in self.source.checkpoint.tensors.values()]
-        smallest = min(kind.numbers for kind in BLOCK_TYPES.values())
-        trained = sum(math.prod(shape) // (smallest if len(shape) > 1 else 1) for shape in shapes)
-        return TrainedModel(self._loaded, trained, 0)
+        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())  # its gradient and a product
+        loaded = loading_memory(checkpoint, torch.float32).needed + 2 * torch.float32.itemsize * largest
+        return TrainedModel(loaded, trained, 0)
 
     @property
     def input_bytes(self) -> int:

@@ -51,14 +51,14 @@ class GgufInput:
     """A GGUF file as the input of a repair.
 
     Attributes:
-        checkpoint: what the file is read as; what it is to be made of, where there is none yet.
+        checkpoint: what the file is read as.
         model: the same, as the tensors of such a file.
-        file: where it lies; `None` where it is planned.
+        path: where the file lies.
     """
 
     checkpoint: Checkpoint
     model: GgufSource
-    file: Path | None
+    path: Path
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "GgufInput":
@@ -69,12 +69,6 @@ class GgufInput:
     def dtype(self) -> torch.dtype:
         """The dtype of what the file is read as."""
         return self.model.dtype
-
-    @property
-    def path(self) -> Path:
-        """Where the file lies, which has to be there."""
-        assert self.file is not None
-        return self.file
 
     @property
     def lies_in(self) -> Path | None:
@@ -101,8 +95,6 @@ def source_before(source: Input) -> RepairedSource:
     Raises `InvalidInputError` for an encoder."""
     if isinstance(source, Source):
         return source
-    if isinstance(source, GgufSource):
-        return GgufInput(source.checkpoint, source, None)
     _refuse_encoder(source.checkpoint)
     return MoefiedSource(source.checkpoint)
 

@@ -56,10 +56,10 @@ _FROM_DENSE = "`moetool tune --teacher` lets it learn from its dense model."
 
 
 class Repair(Stage[RepairOptions, RepairedSource]):
-    """Distillation of the original into what costs no byte of a compressed or moefied model."""
+    """Distillation of the original into what costs no byte of a compressed or moefied model, or of a GGUF file."""
 
     name: ClassVar[str] = "repair"
-    summary: ClassVar[str] = "train what costs no byte of a compressed or moefied model towards its original"
+    summary: ClassVar[str] = "train what costs no byte of a compressed model or a GGUF file towards its original"
     options_type: ClassVar[type[RunOptions]] = RepairOptions
 
     @property
@@ -146,6 +146,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
+        assert isinstance(self._student, CheckpointStudent)
         first, second, _ = self._needed(self._student.most(nbytes, share))
         return first, max(first, second)
 

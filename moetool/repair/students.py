@@ -52,11 +52,6 @@ class Student(ABC):
     def trained(self) -> TrainedModel:
         """Sizes of what is trained."""
 
-    @abstractmethod
-    def most(self, nbytes: int, share: float) -> TrainedModel:
-        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
-        files, with a `share` of the experts' bytes in numbers of floating point."""
-
     @property
     @abstractmethod
     def input_bytes(self) -> int:
@@ -113,6 +108,11 @@ class CheckpointStudent(Student):
     def __init__(self, source: Input, teaching: Teaching, options: RepairOptions) -> None:
         super().__init__(teaching, options)
         self._checkpoint, self._dtype = source.checkpoint, source.dtype
+
+    @abstractmethod
+    def most(self, nbytes: int, share: float) -> TrainedModel:
+        """The largest sizes of what can be made of the original, where this is that one itself: `nbytes` of weight
+        files, with a `share` of the experts' bytes in numbers of floating point."""
 
     @abstractmethod
     def passed(self) -> Passed:

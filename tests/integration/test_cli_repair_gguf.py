@@ -207,42 +207,12 @@ def test_a_plan_tells_what_the_file_takes(coarse: Path, repair: Repair, tiny_mix
     assert plan.json["output_bytes"] == coarse.stat().st_size
 
 
-def test_an_export_and_its_repair_in_one_command(
-    run_cli: Any, repair: Repair, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_its_card_tells_of_both_steps_and_a_plan_knows_the_run(
+    coarse: Path, repair: Repair, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
-    text = ("--calibration", tiny_text, "--samples", 8, "--sequence-length", 32)
-    words = ("--format", "gguf", "--type", "q4_0", *text)
-
-    def export(name: str, *more: object) -> Any:
-        return run_cli("export", tiny_mixtral, tmp_path / name, *words, "--repair", 2, *more)
-
-    plan = export("at-once", "--dry-run", "--json")
-    assert plan.code == 0, plan.stderr
-    assert plan.json["repair_steps"] == 2
-    made = export("at-once", "--json")
-    assert made.code == 0, made.stderr
-    assert {"kept_step", "before_repair"} <= made.json.keys()
-    assert not (tmp_path / "at-once-unrepaired").exists()
-    assert run_cli("export", tiny_mixtral, tmp_path / "file", *words).code == 0
-    by_hand = run_cli(
-        "repair", tmp_path / "file" / "model.gguf", tmp_path / "by-hand", "--to", tiny_mixtral, *text, "--steps", 2
-    )
-    assert by_hand.code == 0, by_hand.stderr
-    files = [tmp_path / name / "model.gguf" for name in ("at-once", "by-hand")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert "then repair" in (tmp_path / "by-hand" / "README.md").read_text()
-
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("moetool.repair.gguf_student.write_rescaled", fail)
-        assert export("cut").code == 130
-    assert (tmp_path / "cut-unrepaired").exists()
-    assert export("cut", "--resume", "--dry-run").code == 0
-    result = export("cut", "--resume")
-    assert result.code == 0, result.stderr
-    assert (tmp_path / "cut" / "model.gguf").read_bytes() == files[0].read_bytes()
-    again = export("cut", "--resume", "--json")
-    assert again.code == 0, again.stderr
-    assert again.json["status"] == "finished"
+    assert repair(coarse, tiny_mixtral, "--steps", 2).code == 0
+    assert "after gguf, then repair" in (tmp_path / "out" / "README.md").read_text()
+    assert repair(coarse, tiny_mixtral, "--steps", 2, "--resume", "--dry-run").code == 0
+    other = repair(coarse, tiny_mixtral, "--steps", 3, "--resume", "--dry-run")
+    assert other.code == 2
+    assert "other settings" in other.stderr

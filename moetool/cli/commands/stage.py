@@ -69,7 +69,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             inspect.Parameter(choice, inspect.Parameter.KEYWORD_ONLY, default=own, annotation=Annotated[str, option])
         )
     stage = stages()[own]
-    if repairs := name in ("compress", "moefy") or stage.model_file is not None:
+    if repairs := name in ("compress", "moefy"):
         more.append(_REPAIR)
 
     def command(

@@ -71,7 +71,6 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     summary: ClassVar[str] = "one file for llama.cpp, Ollama and LM Studio, quantized if you wish"
     options_type: ClassVar[type[RunOptions]] = ExportGgufOptions
     source_type: ClassVar[type[Input]] = GgufSource
-    model_file: ClassVar[str | None] = MODEL
     method_of: ClassVar[str | None] = "export"
 
     @property
