@@ -41,7 +41,7 @@ from moetool.repair.gguf_student import GgufStudent
 from moetool.repair.options import RATE, RATE_IN_FULL, RATE_LAYERS, RepairOptions
 from moetool.repair.results import RepairResult
 from moetool.repair.sources import GgufInput, MoefiedSource, RepairedSource, repaired_source
-from moetool.repair.students import MoefiedStudent, MoEStudent, Student
+from moetool.repair.students import CheckpointStudent, MoefiedStudent, MoEStudent, Student
 from moetool.repair.teaching import Teaching
 from moetool.repair.texts import Texts, draw_texts
 
