@@ -25,6 +25,7 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
 from moetool.format.gguf.families import READ
 from moetool.format.gguf.words import halved
 from moetool.runtime.loading import load_model
@@ -233,6 +234,18 @@ def test_an_early_file_of_deepseek_is_read_as_a_later_one(
         tensors[f"blk.{layer}.attn_kv_b.weight"] = torch.cat([keys.swapaxes(1, 2), values], dim=1).flatten(0, 1)
     write_file(early, later, entries, tensors)
     assert_alike(caplog, later, early)
+
+
+def test_a_file_that_transformers_would_compute_otherwise_is_no_input(
+    run_cli: Any, model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    assert export(run_cli, model("mpt"), tmp_path / "out", "--type", "f32").code == 0
+    entries, tensors = contents_of(tmp_path / "out" / "model.gguf")
+    without = {**entries, "mpt.attention.max_alibi_bias": 0.0}
+    write_file(tmp_path / "without.gguf", tmp_path / "out" / "model.gguf", without, tensors)
+    with pytest.raises(InvalidInputError, match="transformers adds ALiBi"):
+        Checkpoint.open(tmp_path / "without.gguf")
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "qwen3_moe-yarn"])
