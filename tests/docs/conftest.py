@@ -75,6 +75,14 @@ def held_out_text(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def quantized_file(run_cli: Callable[..., Any], documented_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of `documented_moe` in 4 bits."""
+    path = tmp_path_factory.mktemp("documented") / "gguf"
+    assert run_cli("export", documented_moe, path, "--format", "gguf", "--type", "q4_0").code == 0
+    return path / "model.gguf"
+
+
+@pytest.fixture(scope="session")
 def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a command that writes a model prints with `--json`."""
     told = {"stage": "d2moe", "input": "a", "output": "mixtral-40", "seconds": 2.5, "peak_memory_bytes": 10**9}

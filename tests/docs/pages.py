@@ -31,6 +31,7 @@ FILES = {
     "my-text.jsonl": "instructions",
     "instructions.jsonl": "instructions",
     "held-out.jsonl": "instructions",
+    "THEIRS.gguf": "quantized_file",
     "run.json": "recorded_run",
     "eval.json": "recorded_evaluation",
 }
