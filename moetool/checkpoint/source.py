@@ -43,6 +43,8 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
         if is_gguf(path):
             return converted(path, weights=weights)
         raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint, or a .gguf file.")
+    if is_gguf(path):
+        raise InvalidInputError(f"No such file: {source}. Files on the hub have to be downloaded first (hf download).")
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
     return _download(source, DOWNLOADED if weights else ["config.json"])

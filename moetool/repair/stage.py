@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from moetool.architectures.base import whole_number
+from moetool.architectures.base import experts_told, whole_number
 from moetool.calibration.comparable import check_comparable
 from moetool.calibration.data import parse_data
 from moetool.calibration.windows import load_tokenizer
@@ -165,6 +165,11 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         # A file is read as a Llama where the model computes what one does.
         is_from_file, has_routers = isinstance(self.source, GgufInput), self._teaching.has_routers
         _check_kin(self._original, source, _SIZES if is_from_file else ("model_type", *_SIZES))
+        if is_from_file and has_routers and experts_told(self._original.settings) is None:
+            raise InvalidInputError(
+                f"{source.source} has experts, and --to {self._original.source} has none: name the model with experts "
+                f"that it was made of. {_FROM_DENSE}"
+            )
         kind = "a GGUF file" if is_from_file else "a moefied model"
         if not isinstance(self.source, Source) and any(spec.is_self for spec in parse_data(options.calibration or "")):
             raise UsageError(f"--calibration self: {kind} is repaired on a text. Name one, or bundled.")

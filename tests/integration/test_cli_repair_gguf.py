@@ -170,12 +170,25 @@ def test_killed_while_it_writes_it_goes_on_there(
 
 
 def test_what_makes_no_sense_for_a_file_is_refused(
-    coarse: Path, export: Export, repair: Repair, dense: Any, make_mixtral: Any, save_model: Any, tmp_path: Path
+    coarse: Path,
+    export: Export,
+    repair: Repair,
+    dense: Any,
+    make_mixtral: Any,
+    save_model: Any,
+    tiny_mixtral: Path,
+    tmp_path: Path,
 ) -> None:
     other = save_model(make_mixtral(hidden_size=64), tmp_path / "other")
     result = repair(coarse, other, "--dry-run")
     assert result.code == 3
     assert "hidden_size 32" in result.stderr
+    result = repair(coarse, dense("llama"), "--dry-run")
+    assert result.code == 3
+    assert "has experts, and --to" in result.stderr
+    result = repair(tmp_path / "nothing.gguf", tiny_mixtral, "--dry-run")
+    assert result.code == 3
+    assert "No such file" in result.stderr
     llama = dense("llama")
     file = export(llama, "--type", "q4_0", "--overwrite")
     for words, said in (
