@@ -73,10 +73,11 @@ class GgufStudent(Student):
                 trained += size * name.endswith(_ROUTER)
             else:
                 trained += size // kind.numbers if kind is not None else size * (tensor.tensor_type.name == "F32")
-        checkpoint = self.source.checkpoint
-        largest = max(math.prod(info.shape) for info in checkpoint.tensors.values())  # its gradient and a product
-        loaded = loading_memory(checkpoint, torch.float32).needed + 2 * torch.float32.itemsize * largest
-        return TrainedModel(loaded, trained, 0)
+        # Beside the model the gradient of a matrix, and its product with that: of all experts of a layer together.
+        largest = max(int(tensor.n_elements) for tensor in self._file.tensors.values())
+        together = len(self.source.model.moe.shape.entering) if self.source.model.moe is not None else 1
+        loaded = loading_memory(self.source.checkpoint, torch.float32).needed
+        return TrainedModel(loaded + 2 * torch.float32.itemsize * together * largest, trained, 0)
 
     @property
     def input_bytes(self) -> int:

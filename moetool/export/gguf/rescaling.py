@@ -7,13 +7,14 @@ were multiplied by factors is the same file with other such numbers, and with ot
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moetool.checkpoint.files import TEMPORARY, settle, storage_errors
+from moetool.checkpoint.files import atomically, storage_errors
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
@@ -22,6 +23,9 @@ from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, GATE_AND_UP, gguf_library, layer_in_file, layer_of
 from moetool.job.progress import Progress
+
+if TYPE_CHECKING:
+    from gguf.gguf_reader import ReaderTensor
 
 _PLAIN = ("F32", "F16", "BF16")  # types without blocks
 _AT_ONCE = 1 << 22  # numbers that are looked at together
@@ -56,37 +60,43 @@ def write_rescaled(before: Path, model: GgufSource, file: Path, progress: Progre
         ResourceError: the disk is full.
     """
     own, coming = GgufModel(before), {tensor.name: tensor for tensor in model.tensors("f16", "f16")}
-    temporary, needed = file.with_name(file.name + TEMPORARY), before.stat().st_size
-    with storage_errors(temporary, needed):
-        shutil.copyfile(before, temporary)
-        data = np.memmap(temporary, np.uint8, "r+")
-    for name, stored in own.tensors.items():
-        progress.advance()
-        kind, number = BLOCK_TYPES.get(stored.tensor_type.name.lower()), stored.tensor_type
-        if (rows := _rows(name, coming)) is None or (kind is None and number.name not in _PLAIN):
-            continue
-        size = 1 if kind is None else kind.numbers
-        width = stored.n_bytes // (stored.n_elements // size)
-        raw = data[stored.data_offset : stored.data_offset + stored.n_bytes].reshape(-1, width)
-        start, left = 0, 0.0
-        for part in rows:
-            check_finite(name, part)
-            for new in part.reshape(-1, size).float().split(max(1, _AT_ONCE // size)):
-                here = slice(start, start + len(new))
-                if kind is None:
-                    raw[here] = _plain(raw[here], new, number)
-                else:
-                    raw[here], error = _scaled(raw[here], new, kind)
-                    left += error
-                start += len(new)
-        if start != len(raw) or left > (_CHANGED * len(raw)):
-            raise VerificationError(
-                f"{name} is not what {before} holds times factors of its blocks; {file} was not written. This is a "
-                "defect of moetool: please report it."
-            )
-    with storage_errors(temporary, needed):
-        data.flush()
-    settle(temporary, file, needed)
+    needed = before.stat().st_size
+    with atomically(file, needed) as temporary:
+        with storage_errors(file, needed):
+            shutil.copyfile(before, temporary)
+            data = np.memmap(temporary, np.uint8, "r+")
+        for name, stored in own.tensors.items():
+            progress.advance()
+            if (rows := _rows(name, coming)) is None:
+                continue
+            if not _rescale(data[stored.data_offset : stored.data_offset + stored.n_bytes], stored, rows):
+                raise VerificationError(
+                    f"{name} is not what {before} holds times factors of its blocks; {file} was not written. This is a "
+                    "defect of moetool: please report it."
+                )
+        with storage_errors(file, needed):
+            data.flush()
+
+
+def _rescale(data: NDArray[np.uint8], stored: "ReaderTensor", rows: Iterator[Tensor]) -> bool:
+    """Give a tensor's bytes the numbers of `rows`; whether its types can hold these. Those of other types stay."""
+    number = stored.tensor_type
+    kind = BLOCK_TYPES.get(number.name.lower())
+    if kind is None and number.name not in _PLAIN:
+        return True
+    size, start, left = 1 if kind is None else kind.numbers, 0, 0.0
+    raw = data.reshape(-1, stored.n_bytes * size // stored.n_elements)
+    for part in rows:
+        check_finite(stored.name, part)
+        for new in part.reshape(-1, size).float().split(max(1, _AT_ONCE // size)):
+            here = slice(start, start + len(new))
+            if kind is None:
+                raw[here] = _plain(raw[here], new, number)
+            else:
+                raw[here], error = _scaled(raw[here], new, kind)
+                left += error
+            start += len(new)
+    return start == len(raw) and left <= _CHANGED * len(raw)
 
 
 def prove_rescaled(file: Path, model: Checkpoint) -> float:
