@@ -17,7 +17,6 @@ from moetool.checkpoint.gguf_gemma4 import entries_of_gemma4, heads_of_gemma4
 from moetool.checkpoint.gguf_layers import kinds_of_layers, turns_of_layers
 from moetool.checkpoint.gguf_metadata import GgufMetadata, decimal
 from moetool.checkpoint.gguf_rope import rotary_embeddings
-from moetool.errors import InvalidInputError
 from moetool.format.gguf.words import (
     COUNTS,
     DENSE_LAYERS,
@@ -116,11 +115,6 @@ class GgufConfig(GgufMetadata):
         if family.has_two_widths:
             found |= entries_of_gemma4(self)
             found |= heads_of_gemma4(self, self._pattern(), self._key_heads)
-        if (reason := family.objection(self._config_with(**found))) is not None:
-            raise InvalidInputError(
-                f"{self.file} cannot be an input: transformers computes another model of what it says than llama.cpp's "
-                f"'{family.architecture}' does, where {reason}."
-            )
         if others := sorted(self.entries.keys() - self.asked - _UNNEEDED):
             _LOGGER.warning("%s says more of its model than moetool reads: %s.", self.file, ", ".join(others))
         return found
@@ -136,7 +130,7 @@ class GgufConfig(GgufMetadata):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         tokens = {f"{kind}_token_id": None for kind in _TOKENS}
-        made: PreTrainedConfig = CONFIG_MAPPING[self.family.model_type](**{**entries, **tokens})
+        made: PreTrainedConfig = CONFIG_MAPPING[self.family.model_type](**tokens, **entries)
         made.per_layer_config = None  # which would make of some entries more than one
         return made
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.errors import InvalidInputError
 from moetool.format.gguf.dense import (
     EPSILON,
     FULLY_CONNECTED,
@@ -194,7 +195,11 @@ def _clamp_of_mpt(config: "PreTrainedConfig") -> float | None:
 
 def _attention_of_mpt(said: Metadata) -> dict[str, object]:
     bound, most = said.get("attention.clamp_kqv"), said["attention.max_alibi_bias"]
-    return {"alibi": bool(most), "alibi_bias_max": round(most), "clip_qkv": float(bound) if bound else None}
+    if not most:
+        raise InvalidInputError(
+            "This MPT in a GGUF file has no ALiBi (attention.max_alibi_bias): transformers adds it to the scores of any."
+        )
+    return {"alibi": True, "alibi_bias_max": round(most), "clip_qkv": float(bound) if bound else None}
 
 
 def _other_mpt(config: "PreTrainedConfig") -> str | None:
