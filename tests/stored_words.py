@@ -62,15 +62,19 @@ def save_words(source: Path, target: Path, entry: dict[str, Any], of: Callable[[
     return rewrite(source, target, tensors, entry)
 
 
-def save_gptq(source: Path, target: Path, bits: int = 4, group: int = 8, form: str = "gptq") -> Path:
-    """A model in GPTQ, its inputs in an order of their own (`desc_act`)."""
+def save_gptq(
+    source: Path, target: Path, bits: int = 4, group: int = 8, form: str = "gptq", *, desc_act: bool = True
+) -> Path:
+    """A model in GPTQ, its inputs in an order of their own if `desc_act`."""
 
     def of(matrix: Tensor) -> dict[str, Tensor]:
         inputs = matrix.shape[1]
-        groups = torch.arange(inputs) * 7 % inputs // group if inputs % 7 else torch.arange(inputs) // group
+        groups = (
+            torch.arange(inputs) * 7 % inputs // group if inputs % 7 and desc_act else torch.arange(inputs) // group
+        )
         return gptq_tensors(*coded(matrix, groups, bits), groups, bits, less_one=form == "gptq")
 
-    entry = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": True, "checkpoint_format": form}
+    entry = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc_act, "checkpoint_format": form}
     return save_words(source, target, entry, of)
 
 

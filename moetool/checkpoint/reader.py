@@ -20,7 +20,7 @@ from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_of
-from moetool.checkpoint.stored.matrix import DecodedMatrix
+from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales
 from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.marker import moetool_entry, without_stored
@@ -200,6 +200,12 @@ class Checkpoint:
         """One whole tensor as it is in the files, decoded or not. Raises as `read`."""
         return read_numbers(self.on_disk[name], 0, self.on_disk[name].shape)
 
+    def scales_of(self, name: str) -> GroupScales | None:
+        """The scales that the files have for groups of a matrix's inputs; `None` of what is not decoded, or has none.
+        Raises as `read`."""
+        form = self.forms.get(name)
+        return None if form is None else form.scales(self._stored_span)
+
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` (excluded) of a tensor: `[stop - start, *shape[1:]]`.
 
@@ -235,12 +241,15 @@ class Checkpoint:
             raise IndexError(f"Part {index}, rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
         return self._span(info, (index * info.shape[1] + start) * info.shape[2], (stop - start, info.shape[2]))
 
+    def _stored_span(self, name: str, first: int, shape: tuple[int, ...]) -> Tensor:
+        return read_numbers(self.stored[name], first, shape)
+
     def _span(self, info: TensorInfo, first: int, shape: tuple[int, ...]) -> Tensor:
         if (form := self.forms.get(info.name)) is None:
             return read_numbers(info, first, shape)
         count, columns = math.prod(shape), info.shape[-1]
         start, stop = first // columns, -(-(first + count) // columns)
-        rows = form.rows(lambda name, begin, wanted: read_numbers(self.stored[name], begin, wanted), start, stop)
+        rows = form.rows(self._stored_span, start, stop)
         skipped = first - start * columns
         return rows.view(-1)[skipped : skipped + count].view(shape)
 

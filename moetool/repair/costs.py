@@ -66,6 +66,13 @@ def trained_numbers(source: Source, trains: Trained) -> int:
     )
 
 
+def _stored_scales(checkpoint: Checkpoint) -> int:
+    """Numbers in 16 bits or more in what another tool has stored in few bits: scales, most of which can change. With
+    these, a matrix's gradient and its product with that are in memory at once, of all experts of a layer together."""
+    parts = checkpoint.stored_parts(checkpoint.forms).values()
+    return sum(math.prod(info.shape) for info in parts if info.dtype.is_floating_point and info.dtype.itemsize > 1)
+
+
 def noted_bytes(windows: int, length: int, k: int, routed: int) -> int:
     """Bytes of the original's predictions of so many windows, the `k` likeliest tokens of each position, and what its
     routers say of `routed` experts, those of all layers."""
@@ -136,8 +143,12 @@ class TrainedModel:
     @classmethod
     def of(cls, source: Source, trains: Trained) -> Self:
         """The sizes of a compressed model, from its headers."""
-        loaded = loading_memory(source.checkpoint, torch.float32).needed
-        return cls(loaded, trained_numbers(source, trains), decoded_size(source))
+        loaded, trained = loading_memory(source.checkpoint, torch.float32).needed, trained_numbers(source, trains)
+        if trains == "small" and (scales := _stored_scales(source.checkpoint)):
+            shape = source.experts.shape
+            of_layer = shape.experts * len(shape.entering) * math.prod(shape.matrix("up"))
+            loaded, trained = loaded + 2 * torch.float32.itemsize * of_layer, trained + scales
+        return cls(loaded, trained, decoded_size(source))
 
     @classmethod
     def of_moefied(cls, checkpoint: Checkpoint, trains: Trained) -> Self:

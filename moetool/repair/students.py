@@ -143,13 +143,18 @@ class CheckpointStudent(Student):
     def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
+        from moetool.repair.stored_scales import scale_names, scaled
+
         passed = self.passed()
         made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
+        scales = scale_names(self._checkpoint, passed.stored)
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             for spec in passed.plan.unit(layer):
                 own, new = passed.read(spec.name), made.get(spec.name)
-                if spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
+                if (coded := made.get(scales.get(spec.name, ""))) is not None:
+                    yield spec.name, scaled(self._checkpoint, scales[spec.name], coded.detach())
+                elif spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:
                     yield spec.name, new.detach().to(own.dtype)
@@ -182,6 +187,12 @@ class MoEStudent(CheckpointStudent):
         is_stored = self.source.checkpoint.stored_entry is not None
         is_full = not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
         return "all" if is_full else "small"
+
+    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+        from moetool.repair.stored_scales import group_factors
+
+        scales = group_factors(self.source, model) if self.trains == "small" and self._checkpoint.forms else {}
+        return {**super().masters(model), **scales}
 
     @property
     def trained(self) -> TrainedModel:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, StoredTensors
 from moetool.checkpoint.stored.fp8 import BlockScaled
-from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
+from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans
 from moetool.errors import InvalidInputError
 
 _PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
@@ -93,6 +93,11 @@ class LibraryMatrix(DecodedMatrix):
         if _ZERO in state and self.format == _PACKED:
             return self._with_zero_points(state, scheme.weights, start, stop).to(self.dtype)
         return compressor.decompress(state, scheme)["weight"].to(self.dtype)
+
+    def scales(self, spans: Spans) -> GroupScales | None:
+        (name, (_, shape)), columns = (self.parts[1], self.held[1]), self.shape[-1]
+        is_grouped = len(self.shape) == len(shape) == 2 and shape[0] == self.shape[0] and columns % shape[1] == 0
+        return GroupScales(name, columns // shape[1]) if is_grouped and self.format != _NVFP4 else None
 
     def _with_zero_points(self, state: Mapping[str, Tensor], arguments: Any, start: int, stop: int) -> Tensor:
         """As the library's compressor does it; zero points are packed along rows, which it would have all of."""

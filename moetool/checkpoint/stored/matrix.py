@@ -15,6 +15,21 @@ _ELEMENTS = 1 << 20  # decoded at once: what a decoder needs beside its result s
 
 
 @dataclass(frozen=True)
+class GroupScales:
+    """A tensor of scales, one for each group of a matrix's inputs, that all numbers of the group are multiples of.
+
+    Attributes:
+        name: of the tensor, `[out, groups]`.
+        group: number of inputs in a group.
+        is_turned: whether it lies as `[groups, out]`.
+    """
+
+    name: str
+    group: int
+    is_turned: bool = False
+
+
+@dataclass(frozen=True)
 class DecodedMatrix(ABC):
     """A matrix, or several of one shape in one tensor, that is decoded when it is read.
 
@@ -39,6 +54,14 @@ class DecodedMatrix(ABC):
         Raises:
             InvalidInputError: a file has changed since it was opened.
         """
+
+    def scales(self, spans: Spans) -> GroupScales | None:
+        """Scales of groups of inputs that follow each other; `None` where a matrix has others, or none.
+
+        Raises:
+            InvalidInputError: a file has changed since it was opened.
+        """
+        return None
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
         """Decode rows `start` to `stop` of the matrix to `dtype`, a few at a time so that fp32 copies stay small."""

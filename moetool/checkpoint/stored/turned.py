@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.stored.formats import QuantizedFiles
-from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
+from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans
 from moetool.errors import InvalidInputError
 
 _INPUTS = 512  # whose words are read together, or those of one group
@@ -79,6 +79,9 @@ class TurnedIntegers(DecodedMatrix):
 
     def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
         return self.rows(spans, start, stop)
+
+    def scales(self, spans: Spans) -> GroupScales | None:
+        return GroupScales(self.parts[2], self.group, is_turned=True) if self._order(spans) is None else None
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """First and last input of parts that whole words and whole groups make."""

@@ -197,7 +197,7 @@ def _attention_of_mpt(said: Metadata) -> dict[str, object]:
     bound, most = said.get("attention.clamp_kqv"), said["attention.max_alibi_bias"]
     if not most:
         raise InvalidInputError(
-            "This MPT in a GGUF file has no ALiBi (attention.max_alibi_bias): transformers adds it to the scores of any."
+            "This MPT in a GGUF file has no ALiBi (attention.max_alibi_bias), which transformers adds to all scores."
         )
     return {"alibi": True, "alibi_bias_max": round(most), "clip_qkv": float(bound) if bound else None}
 
