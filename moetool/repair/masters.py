@@ -72,7 +72,7 @@ class BlockFactors(Master):
     large as itself, is summed as soon as it is there.
     """
 
-    def __init__(self, parameter: nn.Parameter, block: int, *, is_transposed: bool = False) -> None:
+    def __init__(self, parameter: Tensor, block: int, *, is_transposed: bool = False) -> None:
         """Of a matrix or several `[…, out, in]`; `[…, in, out]` if `is_transposed`."""
         self._parameter, self._block, self._is_transposed = parameter.requires_grad_(True), block, is_transposed
         blocks = self._blocks(parameter.detach())

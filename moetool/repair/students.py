@@ -191,8 +191,10 @@ class MoEStudent(CheckpointStudent):
     def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
         from moetool.repair.stored_scales import group_factors
 
-        scales = group_factors(self.source, model) if self.trains == "small" and self._checkpoint.forms else {}
-        return {**super().masters(model), **scales}
+        found = super().masters(model)  # first, since it lets nothing else have gradients
+        if self.trains == "small" and self._checkpoint.forms:
+            found |= group_factors(self.source, model)
+        return found
 
     @property
     def trained(self) -> TrainedModel:
