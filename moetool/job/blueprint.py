@@ -27,7 +27,7 @@ def open_for_planning(source: str | Path) -> Checkpoint:
     not downloaded for this) the ones that follow from its config. Raises `InvalidInputError`."""
     path = resolve_source(source, weights=False)
     if has_weights(path) or not (path / CONFIG).exists():
-        return Checkpoint.open(path)
+        return replace(Checkpoint.open(path), source=str(source))
     return imagine(str(source), path, read_config(path)[1])
 
 

@@ -226,6 +226,8 @@ def test_its_card_tells_of_both_steps_and_a_plan_knows_the_run(
     assert repair(coarse, tiny_mixtral, "--steps", 2).code == 0
     assert "after gguf, then repair" in (tmp_path / "out" / "README.md").read_text()
     assert repair(coarse, tiny_mixtral, "--steps", 2, "--resume", "--dry-run").code == 0
+    again = repair(coarse, tiny_mixtral, "--dry-run", name="again")
+    assert again.json["output_bytes"] == coarse.stat().st_size, "also when the file was read before"
     other = repair(coarse, tiny_mixtral, "--steps", 3, "--resume", "--dry-run")
     assert other.code == 2
     assert "other settings" in other.stderr
