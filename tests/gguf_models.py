@@ -9,6 +9,8 @@ from dense_families import MULTIPLIERS, build_dense
 from derived_families import DERIVED
 from families import build
 
+from moetool.format.gguf.families import READ
+
 WINDOW, WHOLE, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 # Gemma 4's small models share keys and values between layers, and give each layer a vector of each token.
 _SHARING = {
@@ -499,6 +501,12 @@ DENSE_GGUF_MODELS: dict[str, dict[str, Any]] = {
 
 # Families whose files are read as those of another, which computes the same.
 READ_AS_ANOTHER = ("glm4_moe_lite", "internlm3", "iquestcoder", "solar_open")
+# Of which moetool reads files, too.
+READ_MODELS = [
+    name
+    for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
+    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, *READ_AS_ANOTHER}
+]
 
 
 def gguf_model(name: str, **changes: Any) -> Any:

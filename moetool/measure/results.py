@@ -133,7 +133,7 @@ class OverTexts(Printed):
             kl_worst=largest,
             worst_text=worst.name,
             kl_own=home,
-            abroad=max(others) / home if home and others and home > 0 else None,
+            abroad=max(others) / home if others and home is not None and home > 0 else None,
         )
 
 

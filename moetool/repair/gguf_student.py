@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moetool.architectures.shape import fused_name
 from moetool.checkpoint.files import save_tensors, write_bytes
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.names import INDEX, SINGLE
@@ -20,10 +19,9 @@ from moetool.costs.phases import WRITE
 from moetool.errors import UsageError, VerificationError
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.modelfile import generation_defaults, modelfile
-from moetool.export.gguf.options import LayerTypes
-from moetool.export.gguf.rescaling import prove_rescaled, write_rescaled
-from moetool.format.gguf.blocks import BLOCK_TYPES
-from moetool.format.gguf.words import EMBEDDINGS, EXPERTS, GATE_AND_UP, HEAD, MODEL, MODELFILE, layer_in_file, layer_of
+from moetool.export.gguf.options import layer_types
+from moetool.export.gguf.rescaling import block_type, prove_rescaled, write_rescaled
+from moetool.format.gguf.words import EMBEDDINGS, EXPERTS, GATE_AND_UP, HEAD, MODEL, MODELFILE, layer_in_file
 from moetool.job.job import Job, Source
 from moetool.job.options import context_length
 from moetool.job.progress import phase
@@ -39,17 +37,17 @@ from moetool.runtime.loading import loading_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moetool.repair.masters import BlockFactors, Master
+    from moetool.repair.masters import Blocks, Master
 
 _ROUTER = "ffn_gate_inp.weight"
 
 
 class GgufStudent(Student):
-    """The model of a GGUF file."""
+    """Trains scales, norms and routers of a GGUF file, and writes the file again with these."""
 
     def __init__(self, source: GgufInput, original: Checkpoint, options: RepairOptions) -> None:
         super().__init__(_teaching(source, original, options), options)
-        self.source = source
+        self.source, self._original = source, original
 
     @cached_property
     def _file(self) -> GgufModel:
@@ -68,7 +66,7 @@ class GgufStudent(Student):
     def trained(self) -> TrainedModel:
         trained, routers = 0, self.trains == "routers"
         for name, tensor in self._file.tensors.items():
-            kind, size = BLOCK_TYPES.get(tensor.tensor_type.name.lower()), int(tensor.n_elements)
+            kind, size = block_type(tensor), int(tensor.n_elements)
             if routers:
                 trained += size * name.endswith(_ROUTER)
             else:
@@ -104,55 +102,39 @@ class GgufStudent(Student):
         return model
 
     def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
-        from moetool.repair.masters import copies
+        from moetool.repair.masters import block_factors, copies
         from moetool.repair.training import choose
 
         source = self.source.model
         told = {*source.constants, *chain(*source.numbers.values())}  # which stay in the metadata
         chosen = {name: parameter for name, parameter in choose(model, self.trains).items() if name not in told}
-        found = copies(chosen, torch.float32)
-        if self.trains == "small":
-            names = {id(parameter): name for name, parameter in model.named_parameters()}
-            found |= {names[number]: factors for number, factors in self._factors(model)}
-        return found
+        factors = block_factors(model, self._blocks(model)) if self.trains == "small" else {}
+        return {**copies(chosen, torch.float32), **factors}
 
-    def _factors(self, model: "PreTrainedModel") -> "Iterator[tuple[int, BlockFactors]]":
-        """Factors of all matrices in types of blocks, and the `id` of each of these parameters."""
-        from moetool.repair.masters import BlockFactors
-        from moetool.runtime.modules.insertion import path_in
+    def _blocks(self, model: "PreTrainedModel") -> "Iterator[Blocks]":
+        """All matrices in types of blocks."""
+        from moetool.repair.masters import Blocks
+        from moetool.runtime.modules.insertion import fused_experts, paths_in
 
-        source, seen = self.source.model, set[int]()
-
-        def factors(weight: object, names: Collection[str], *, turned: bool) -> "Iterator[tuple[int, BlockFactors]]":
-            block = self._block(names)
-            if block is not None and isinstance(weight, nn.Parameter) and id(weight) not in seen:
-                seen.add(id(weight))
-                yield id(weight), BlockFactors(weight, block, is_transposed=turned)
-
-        for layer in range(source.layers):
-            module = model.get_submodule(path_in(model, source.layer.format(layer=layer)))
-            changes = source.changes(layer)
-            for path, names in source.projections(layer).items():
-                turned = path in changes and changes[path].is_transposed
-                yield from factors(module.get_submodule(path).weight, names, turned=turned)
-            if source.moe is None or layer not in source.moe.moe_layers:
-                continue
-            experts = module.get_submodule(source.moe.experts_module)
-            for roles in source.moe.shape.groups:
-                names = [layer_in_file(layer, EXPERTS[role]) for role in roles]
-                if (joined := layer_in_file(layer, GATE_AND_UP)) in self._file.tensors and "down" not in roles:
-                    names = [joined]
-                weight = getattr(experts, fused_name(roles), None)
-                yield from factors(weight, names, turned=source.moe.in_memory.is_transposed)
-        head = model.get_output_embeddings()
-        yield from factors(model.get_input_embeddings().weight, [EMBEDDINGS], turned=False)
-        if head is not None and HEAD in self._file.tensors:
-            yield from factors(head.weight, [HEAD], turned=False)
+        source, moe = self.source.model, self.source.model.moe
+        paths = [source.layer.format(layer=layer) for layer in range(source.layers)]
+        places = paths_in(model, paths)
+        for layer, path in enumerate(paths):
+            module, changes = model.get_submodule(places[path]), source.changes(layer)
+            for inside, names in source.projections(layer).items():
+                is_transposed = inside in changes and changes[inside].is_transposed
+                yield Blocks(module.get_submodule(inside).weight, self._block(names), is_transposed)
+        for layer, roles, weight in fused_experts(model, moe) if moe is not None else ():
+            names = [layer_in_file(layer, EXPERTS[role]) for role in roles]
+            if (joined := layer_in_file(layer, GATE_AND_UP)) in self._file.tensors and "down" not in roles:
+                names = [joined]
+            yield Blocks(weight, self._block(names), moe is not None and moe.in_memory.is_transposed)
+        yield Blocks(model.get_input_embeddings().weight, self._block([EMBEDDINGS]))
+        yield Blocks(getattr(model.get_output_embeddings(), "weight", None), self._block([HEAD]))
 
     def _block(self, names: Collection[str]) -> int | None:
         """Numbers of the largest blocks of some tensors of the file; `None` unless all are there and have blocks."""
-        found = [self._file.tensors.get(name) for name in names]
-        kinds = [None if one is None else BLOCK_TYPES.get(one.tensor_type.name.lower()) for one in found]
+        kinds = [block_type(self._file.tensors[name]) for name in names if name in self._file.tensors]
         sizes = [kind.numbers for kind in kinds if kind is not None]
         return max(sizes) if sizes and len(sizes) == len(names) else None
 
@@ -173,22 +155,15 @@ class GgufStudent(Student):
             job.progress.log(
                 f"Read back, all tensors of the file are what was trained, within {worst:.1e} of their size."
             )
-        given = generation_defaults(directory)
+        given = generation_defaults(self._original.path)  # of which a file says nothing
         has_template = (directory / "chat_template.jinja").exists()
         said = modelfile(MODEL, context_length(trained.settings), given, has_template=has_template)
         write_bytes(job.output / MODELFILE, said.encode())
         shutil.rmtree(directory)
         files = [file, job.output / MODELFILE]
-        types, lies_in = self._types(), self.source.lies_in
+        types = layer_types({name: tensor.tensor_type.name.lower() for name, tensor in self._file.tensors.items()})
+        lies_in = self.source.lies_in
         record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=types, lies_in=lies_in)
-
-    def _types(self) -> dict[int, LayerTypes]:
-        """Types of the tensors of each layer."""
-        found = dict[int, dict[str, str]]()
-        for name, tensor in self._file.tensors.items():
-            if (layer := layer_of(name)) >= 0:
-                found.setdefault(layer, {})[name.split(".", 2)[2]] = tensor.tensor_type.name.lower()
-        return {layer: LayerTypes(types) for layer, types in sorted(found.items())}
 
     @staticmethod
     def _directory(job: Job[Any]) -> Path:

@@ -1,7 +1,8 @@
 """What a repair takes its steps on: fp32 copies of a model's parameters, and factors of blocks of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Master(ABC):
 
     @abstractmethod
     def take_gradient(self) -> None:
-        """Move the gradient of the parameter here."""
+        """Take over the parameter's gradient as that of `numbers`, and clear it."""
 
 
 class NumbersMaster(Master):
@@ -108,6 +109,29 @@ class BlockFactors(Master):
     @torch.no_grad()
     def take_gradient(self) -> None:
         self.numbers.grad, self._gradient = self._gradient, torch.zeros_like(self._gradient)
+
+
+class Blocks(NamedTuple):
+    """A parameter of a model, and its blocks.
+
+    Attributes:
+        weight: the parameter, `[…, out, in]`; anything else has no blocks.
+        block: numbers of inputs in a block; `None` where there are none that could be multiplied.
+        is_transposed: whether the parameter lies as `[…, in, out]`.
+    """
+
+    weight: object
+    block: int | None
+    is_transposed: bool = False
+
+
+def block_factors(model: nn.Module, found: Iterable[Blocks]) -> dict[str, BlockFactors]:
+    """Factors of the blocks of a model's parameters, by the names of these; of one that is found twice once."""
+    names, made = {id(parameter): name for name, parameter in model.named_parameters()}, dict[str, BlockFactors]()
+    for weight, block, is_transposed in found:
+        if block is not None and isinstance(weight, nn.Parameter) and (name := names[id(weight)]) not in made:
+            made[name] = BlockFactors(weight, block, is_transposed=is_transposed)
+    return made
 
 
 def copies(parameters: Mapping[str, Tensor], stored: torch.dtype) -> dict[str, Master]:

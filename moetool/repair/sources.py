@@ -20,7 +20,7 @@ from moetool.runtime.building import check_sizes
 
 @dataclass(frozen=True)
 class MoefiedSource:
-    """A moefied model as the input of a repair."""
+    """Opens a moefied model as the input of a repair, which has to skip something."""
 
     checkpoint: Checkpoint
 
@@ -67,7 +67,7 @@ class GgufInput:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of what the file is read as."""
+        """The dtype of the checkpoint that the file is read as: 16 bits where it has fewer."""
         return self.model.dtype
 
     @property

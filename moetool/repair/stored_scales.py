@@ -3,20 +3,17 @@
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from moetool.architectures.shape import fused_name
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.stored.matrix import GroupScales
 from moetool.job.job import Source
-from moetool.repair.masters import BlockFactors
-from moetool.runtime.modules.insertion import path_in
+from moetool.numerics.multiples import factors_between
+from moetool.repair.masters import BlockFactors, Blocks, block_factors
+from moetool.runtime.modules.insertion import fused_experts, paths_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_TINY = 1e-30
 
 
 def group_factors(source: Source, model: "PreTrainedModel") -> dict[str, BlockFactors]:
@@ -26,28 +23,19 @@ def group_factors(source: Source, model: "PreTrainedModel") -> dict[str, BlockFa
         source: the model in its files.
         model: the same in memory, in fp32.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = dict[str, BlockFactors]()
-    for weight, stored, is_transposed in _matrices(source, model):
-        if isinstance(weight, nn.Parameter) and (group := _group(source.checkpoint, stored)) is not None:
-            found[names[id(weight)]] = BlockFactors(weight, group, is_transposed=is_transposed)
-    return found
+    return block_factors(model, _matrices(source, model))
 
 
-def _matrices(source: Source, model: "PreTrainedModel") -> Iterator[tuple[object, Collection[str], bool]]:
-    """Parameters in memory, the names of the matrices of the files in each, and whether they lie turned there."""
-    architecture, reader = source.architecture, source.experts
-    for layer in reader.moe_layers:
-        experts = model.get_submodule(path_in(model, f"{architecture.layer_path(layer)}.{architecture.experts_module}"))
-        for roles in reader.shape.groups:
-            held = {architecture.weight_name(layer, one, role) for one in range(reader.shape.experts) for role in roles}
-            weight = getattr(experts, fused_name(roles), None)
-            yield weight, held, architecture.in_memory.is_transposed
-    modules = dict(model.named_modules())
-    for name in source.checkpoint.forms.keys() - reader.names:
-        module = modules.get(path_in(model, name.removesuffix(".weight")))
-        if isinstance(module, nn.Linear):
-            yield module.weight, [name], False
+def _matrices(source: Source, model: "PreTrainedModel") -> Iterator[Blocks]:
+    architecture, reader, checkpoint = source.architecture, source.experts, source.checkpoint
+    for layer, roles, weight in fused_experts(model, architecture):
+        held = {architecture.weight_name(layer, one, role) for one in range(reader.shape.experts) for role in roles}
+        yield Blocks(weight, _group(checkpoint, held), architecture.in_memory.is_transposed)
+    beside = {name: name.removesuffix(".weight") for name in sorted(checkpoint.forms.keys() - reader.names)}
+    modules, paths = dict(model.named_modules()), paths_in(model, beside.values())
+    for name, path in beside.items():
+        if isinstance(module := modules.get(paths[path]), nn.Linear):
+            yield Blocks(module.weight, _group(checkpoint, [name]))
 
 
 def _group(checkpoint: Checkpoint, names: Collection[str]) -> int | None:
@@ -64,19 +52,21 @@ def _scales(checkpoint: Checkpoint, name: str) -> GroupScales | None:
     return found if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else None
 
 
-def scale_names(checkpoint: Checkpoint, stored: Collection[str]) -> dict[str, str]:
-    """Names of matrices by those of their scales, which are among the tensors that stay `stored`."""
+def stored_scales(checkpoint: Checkpoint, stored: Collection[str]) -> dict[str, tuple[str, GroupScales]]:
+    """Scales by their names, of those tensors that stay `stored`, each with the name of its matrix."""
     found = {name: _scales(checkpoint, name) for name in checkpoint.forms}
-    return {own.name: name for name, own in found.items() if own is not None and own.name in stored}
+    return {own.name: (name, own) for name, own in found.items() if own is not None and own.name in stored}
 
 
-def scaled(checkpoint: Checkpoint, name: str, new: Tensor) -> Tensor:
-    """The scales with which a matrix's codes stand for `new` [out, in], which differs from what they stand for in the
-    files by factors of groups."""
-    found = checkpoint.scales_of(name)
-    assert found is not None
-    own = checkpoint.read_stored(found.name)
-    old, new = (matrix.float().unflatten(-1, (-1, found.group)) for matrix in (checkpoint.read(name), new))
-    energy = old.square().sum(-1)
-    factors = torch.where(energy > 0, (new * old).sum(-1) / energy.clamp_min(_TINY), 1)
-    return (own.float() * (factors.T if found.is_turned else factors)).to(own.dtype)
+def rescaled(scales: GroupScales, own: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Multiply the numbers of a matrix's `scales` by what its groups were multiplied by.
+
+    Args:
+        scales: where they lie, and how.
+        own: their numbers in the file.
+        old: the matrix [out, in] that they and the codes make.
+        new: the matrix that they are to make.
+    """
+    before, after = (matrix.float().unflatten(-1, (-1, scales.group)) for matrix in (old, new))
+    factors = factors_between(before, after)
+    return (own.float() * (factors.T if scales.is_turned else factors)).to(own.dtype)

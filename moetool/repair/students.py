@@ -50,17 +50,17 @@ class Student(ABC):
     @property
     @abstractmethod
     def trained(self) -> TrainedModel:
-        """Sizes of what is trained."""
+        """What training takes: bytes of the loaded model, and how many numbers of it change."""
 
     @property
     @abstractmethod
     def input_bytes(self) -> int:
-        """Bytes of the input's weights as they are stored."""
+        """Size in bytes of the weight files that are read."""
 
     @property
     @abstractmethod
     def output_bytes(self) -> int:
-        """Bytes of the result's weight files."""
+        """Size in bytes of the weight files that are written."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Student(ABC):
 
     @abstractmethod
     def load(self, job: Job[Any]) -> "PreTrainedModel":
-        """The model in memory, whole and in fp32."""
+        """Load the whole model in fp32, onto the job's device."""
 
     @abstractmethod
     def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
@@ -143,17 +143,18 @@ class CheckpointStudent(Student):
     def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        from moetool.repair.stored_scales import scale_names, scaled
+        from moetool.repair.stored_scales import rescaled, stored_scales
 
         passed = self.passed()
         made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
-        scales = scale_names(self._checkpoint, passed.stored)
+        scales = stored_scales(self._checkpoint, passed.stored) if self.trains == "small" else {}
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             for spec in passed.plan.unit(layer):
                 own, new = passed.read(spec.name), made.get(spec.name)
-                if (coded := made.get(scales.get(spec.name, ""))) is not None:
-                    yield spec.name, scaled(self._checkpoint, scales[spec.name], coded.detach())
+                if spec.name in scales and (coded := made.get(scales[spec.name][0])) is not None:
+                    name, found = scales[spec.name]
+                    yield spec.name, rescaled(found, own, self._checkpoint.read(name), coded.detach())
                 elif spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:

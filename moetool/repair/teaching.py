@@ -16,7 +16,7 @@ from moetool.runtime.dense import DenseModel
 
 
 class Teaching(ABC):
-    """An original, and a model that learns from it."""
+    """Tells what a model learns from its original: which predictions and routing, and what these take to note."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Teaching(ABC):
 
 
 class TaughtByMoE(Teaching):
-    """An MoE model that was made of an MoE model."""
+    """Teaches predictions and routing: model and original are MoE models."""
 
     has_routers = True
 
@@ -95,7 +95,7 @@ class TaughtByMoE(Teaching):
 
 
 class TaughtByDense(Teaching):
-    """A model that was made of a dense one, which has no routers."""
+    """Teaches predictions alone: the original is dense, and has no routers."""
 
     has_routers, routing, target = False, 0.0, None
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def conversions_of(model: "PreTrainedModel") -> list[Any]:
-    """What a model that was built, not loaded, is saved by."""
+    """The conversions by which transformers saves a model that was built and not loaded, fit for moetool's tensors."""
     rules = get_model_conversion_mapping(model, add_legacy=False)
     found = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     for rule in found:

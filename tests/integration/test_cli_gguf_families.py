@@ -14,7 +14,7 @@ from around_dense import AROUND_DENSE
 from checkpoints import config_of, copy_of, load, tensors_of
 from dense_families import build_dense
 from families import add_prediction_layer
-from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, READ_AS_ANOTHER, WHOLE, WINDOW, gguf_model
+from gguf_models import DENSE_GGUF_MODELS, GGUF_MODELS, LINEAR, READ_MODELS, WHOLE, WINDOW, gguf_model
 from safetensors.torch import save_file
 from sampling import sampled
 from stored_bits import save_mxfp4
@@ -26,7 +26,6 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpConfig
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
-from moetool.format.gguf.families import READ
 from moetool.format.gguf.words import halved
 from moetool.runtime.loading import load_model
 
@@ -50,11 +49,6 @@ STRUCTURES = (
     "llama4",
     *DENSE_STRUCTURES,
 )
-READ_MODELS = [
-    name
-    for name in (*GGUF_MODELS, *DENSE_GGUF_MODELS)
-    if {name.partition("-")[0], f"{name.partition('-')[0]}_text"} & {*READ, *READ_AS_ANOTHER}
-]
 READ_STRUCTURES = (
     "gpt_oss",
     "gemma4_text-sharing",

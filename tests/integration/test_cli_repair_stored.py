@@ -10,11 +10,12 @@ import torch
 from checkpoints import contents, tensors_of
 from derived_families import DERIVED
 from sampling import sampled
+from scrambled import scrambled
 from stored_bits import save_compressed_tensors, save_fp8
 from stored_words import save_awq, save_bitsandbytes, save_gptq
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.repair.training import Distilling, RepairOutcome
+from moetool.repair.training import Distilling
 
 GROUP = 8
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
@@ -55,15 +56,6 @@ def repair(run_cli: Any, tiny_text: Path, tmp_path: Path) -> Callable[..., Any]:
         return result.json
 
     return run
-
-
-def scrambled(self: Distilling, *_: object) -> RepairOutcome:
-    """A training that multiplies everything by numbers between 1 and 1.1."""
-    stream, values = torch.Generator().manual_seed(0), {}
-    for name, master in self._masters.items():
-        values[name] = master.values * (1 + 0.1 * torch.rand(master.values.shape, generator=stream))
-        master.set(values[name])
-    return RepairOutcome(values, 1, {"text": 1.0}, {"text": 0.5}, None, 0.01)
 
 
 @pytest.mark.parametrize("form", sampled(SAVED, ("gptq", "compressed-tensors")))

@@ -38,7 +38,7 @@ from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_
 from moetool.export.gguf.metadata import describe_model, file_type
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.modelfile import generation_defaults, modelfile
-from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, LayerTypes
+from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, layer_types
 from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
@@ -263,11 +263,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if self.options.proof:
             types = {tensor.type for tensor in self._tensors if tensor.type != "i32"}
             job.loaded = prove_file(files[0], source, types, chosen=coded is not None)
-        layers = {
-            layer: LayerTypes({tensor.name.split(".", 2)[2]: tensor.type for tensor in own})
-            for layer, own in self._units()
-            if layer >= 0
-        }
+        layers = layer_types({tensor.name: tensor.type for tensor in self._tensors})
         record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=layers)
         return replace(details, calibration=facts)
 

@@ -1,5 +1,6 @@
 """Options of an export to GGUF, and what its result tells."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
@@ -8,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moetool.checkpoint.sizes import ByteSize
 from moetool.format.gguf.blocks import MIXTURES, MixtureName, NumberType
-from moetool.format.gguf.words import TENSOR_TYPES
+from moetool.format.gguf.words import TENSOR_TYPES, layer_in_file, layer_of
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.result import Details, Printed
 
@@ -92,3 +93,12 @@ class LayerTypes(Printed):
     """Types of the tensors of a layer, by their names in it."""
 
     types: Mapping[str, str]
+
+
+def layer_types(types: Mapping[str, str]) -> dict[int, LayerTypes]:
+    """Types of the tensors in each layer of a file, given those of all of its tensors by name."""
+    found = defaultdict[int, dict[str, str]](dict)
+    for name, number in types.items():
+        if (layer := layer_of(name)) >= 0:
+            found[layer][name.removeprefix(layer_in_file(layer, ""))] = number
+    return {layer: LayerTypes(own) for layer, own in sorted(found.items())}

@@ -23,6 +23,7 @@ from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, GATE_AND_UP, gguf_library, layer_in_file, layer_of
 from moetool.job.progress import Progress
+from moetool.numerics.multiples import factors_between
 
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
@@ -32,6 +33,11 @@ _AT_ONCE = 1 << 22  # numbers that are looked at together
 _CHANGED = 1e-6  # relative; what is less follows from adding and taking away one, as files do to some norms
 _ROUNDING = 2e-3  # ‖Δ‖ / ‖tensor‖ that fp16 scales may leave, of which each is rounded by .0005 at most
 _TINY = 1e-30
+
+
+def block_type(stored: "ReaderTensor") -> BlockType | None:
+    """The quantized type of a tensor of a file; `None` where it has none that moetool writes."""
+    return BLOCK_TYPES.get(stored.tensor_type.name.lower())
 
 
 def scaled_blocks(blocks: NDArray[np.uint8], kind: BlockType, factors: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -80,8 +86,7 @@ def write_rescaled(before: Path, model: GgufSource, file: Path, progress: Progre
 
 def _rescale(data: NDArray[np.uint8], stored: "ReaderTensor", rows: Iterator[Tensor]) -> bool:
     """Give a tensor's bytes the numbers of `rows`; whether its types can hold these. Those of other types stay."""
-    number = stored.tensor_type
-    kind = BLOCK_TYPES.get(number.name.lower())
+    number, kind = stored.tensor_type, block_type(stored)
     if kind is None and number.name not in _PLAIN:
         return True
     size, start, left = 1 if kind is None else kind.numbers, 0, 0.0
@@ -138,9 +143,8 @@ def _scaled(blocks: NDArray[np.uint8], new: Tensor, kind: BlockType) -> tuple[ND
     library = gguf_library()
     decoded = library.quants.dequantize(blocks, library.GGMLQuantizationType[kind.name.upper()])
     old = torch.from_numpy(decoded.astype(np.float32, copy=False)).reshape(new.shape)
-    energy = old.square().sum(1)
-    factors = torch.where(energy > 0, (new * old).sum(1) / energy, 1)
-    left = (new - factors[:, None] * old).square().sum(1) / energy.clamp_min(_TINY)
+    factors = factors_between(old, new)
+    left = (new - factors[:, None] * old).square().sum(1) / old.square().sum(1).clamp_min(_TINY)
     return scaled_blocks(blocks, kind, factors.numpy()), float(left.sum())
 
 

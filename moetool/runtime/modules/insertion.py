@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures import Architecture, Role
 from moetool.architectures.dense import find_dense_architecture
+from moetool.architectures.shape import fused_name
 from moetool.errors import InvalidInputError
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.base import PLACEHOLDER
@@ -88,6 +90,19 @@ def paths_in(model: "PreTrainedModel", paths: Iterable[str]) -> dict[str, str]:
             renamed, _ = rename_source_key(f"{path}.weight", renamings, [])
             found[path] = renamed.removesuffix(".weight").removeprefix(prefix)
     return found
+
+
+def fused_experts(
+    model: "PreTrainedModel", architecture: Architecture
+) -> Iterator[tuple[int, tuple[Role, ...], object]]:
+    """The tensors in which a model of transformers' own holds the matrices of all experts of a layer: the layer, the
+    roles of these, and the parameter; `None` where it has none."""
+    end, layers = architecture.experts_module, architecture.moe_layers
+    inside = {layer: f"{architecture.layer_path(layer)}.{end}" for layer in layers}
+    places = paths_in(model, inside.values())
+    for layer, path in inside.items():
+        for roles in architecture.shape.groups:
+            yield layer, roles, getattr(model.get_submodule(places[path]), fused_name(roles), None)
 
 
 def insert_modules(model: "PreTrainedModel", config: Mapping[str, object]) -> None:
