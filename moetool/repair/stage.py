@@ -28,7 +28,7 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import Plan, usable_bytes
 from moetool.job.progress import phase
 from moetool.job.result import Json, Sizes
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Effect, Stage, found_here
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
@@ -61,6 +61,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     name: ClassVar[str] = "repair"
     summary: ClassVar[str] = "train what costs no byte of a compressed model or a GGUF file towards its original"
     options_type: ClassVar[type[RunOptions]] = RepairOptions
+    effect: ClassVar[Effect] = "trains"
 
     @property
     def needs_text(self) -> bool:

@@ -76,6 +76,9 @@ def test_it_comes_nearer_in_the_same_layout(
     assert told["kept_step"] > 0 or method == "reap"
     assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
     assert set(told["kl_before"]) == {tiny_text.name, "bundled"}
+    for model in (tiny_mixtral, source):
+        verified = run_cli("verify", output, "--against", model)
+        assert verified.code == 0, verified.stderr
     original = logits(tiny_mixtral, tokens)
     if told["kept_step"]:
         assert divergence(logits(output, tokens), original) < divergence(logits(source, tokens), original)
