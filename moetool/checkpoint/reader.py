@@ -18,7 +18,7 @@ from moetool.checkpoint.missing import with_adapter, without_config
 from moetool.checkpoint.names import ADAPTER, CONFIG, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
-from moetool.checkpoint.source import resolve_source
+from moetool.checkpoint.source import local_path, resolve_source
 from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_of
 from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales
 from moetool.checkpoint.weight_files import read_headers, read_weight_files
@@ -97,6 +97,12 @@ class Checkpoint:
         if is_known(config):
             check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
         return opened
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of the GGUF file that it was read from; of any other checkpoint `weight_bytes`."""
+        file = local_path(self.source)
+        return file.stat().st_size if file.is_file() else self.weight_bytes
 
     @cached_property
     def settings(self) -> Settings:

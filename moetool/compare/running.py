@@ -164,7 +164,7 @@ class _Comparing:
         name = Path(path).name or path
         try:
             checkpoint = Checkpoint.open(path)
-            size = checkpoint.weight_bytes
+            size = checkpoint.given_bytes
             found = self._noted(self._key("model", _known_by("model", checkpoint)), self._measure(path))
             saved = 1 - size / self._bytes
             row = {"name": name, "method": None, "asked": None, "saved": saved, "bytes": size, "path": path}

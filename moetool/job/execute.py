@@ -112,12 +112,13 @@ def _too_large(stage: AnyStage, plan: Plan) -> str | None:
     """A sentence where a compression makes nothing smaller, as of a model that is published in as few bits."""
     if stage.method_of != "compress" or not isinstance(stage.source, Source):
         return None
-    original = original_bytes(stage.source)
-    if plan.output_bytes < original:
+    original, given = original_bytes(stage.source), stage.source.checkpoint.given_bytes
+    if plan.output_bytes < min(original, given):
         return None
+    size = original_size(stage.source) if original <= given else f"{format_bytes(given)} in GGUF"
     return (
-        f"The result takes {format_bytes(plan.output_bytes)}, and what it is made from "
-        f"{original_size(stage.source)}: nothing is saved. Take fewer bits, or a method with --size."
+        f"The result takes {format_bytes(plan.output_bytes)}, and what it is made from {size}: nothing is saved. "
+        "Take fewer bits, or a method with --size."
     )
 
 

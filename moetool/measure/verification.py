@@ -9,6 +9,7 @@ import torch
 from moetool.architectures import Architecture
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
+from moetool.checkpoint.gguf import is_gguf
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.identity import steps_since
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
@@ -56,13 +57,14 @@ def verify_checkpoint(
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
     exported = exported_gguf(path)
-    if exported is not None and against is not None:
+    file = exported or local_path(path)
+    if is_gguf(file) and against is not None:
         raise UsageError(
-            f"{path} holds a GGUF file, whose numbers are rounded: compare what both predict, by moetool eval "
-            f"{exported} --against {against} --data TEXT."
+            f"Numbers of a GGUF file are rounded: compare what both predict, by moetool eval {file} --against "
+            f"{against} --data TEXT."
         )
-    if exported is not None and not (file := GgufModel(exported)).is_read:
-        return _verify_unread(path, file, progress, edited=edited)
+    if exported is not None and not (unread := GgufModel(exported)).is_read:
+        return _verify_unread(path, unread, progress, edited=edited)
     checkpoint = Checkpoint.open(path if exported is None else exported)
     folder = checkpoint.path if exported is None else exported.parent
     manifest = manifest_of(folder)
@@ -129,7 +131,7 @@ def verify_checkpoint(
     return Verification(
         path=str(path),
         tensors=len(checkpoint.tensors),
-        bytes=checkpoint.weight_bytes,
+        bytes=checkpoint.given_bytes,
         comparison=comparison,
         notes=notes,
     )
@@ -168,11 +170,11 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def exported_gguf(path: str | Path) -> Path | None:
-    """Path of the GGUF file in a directory that `moetool export --format gguf` has written; `None` for any other
-    path."""
-    folder = local_path(path)
-    file = folder / MODEL
-    return file if file.is_file() and not (folder / CONFIG).exists() else None
+    """Path of the GGUF file that `moetool export --format gguf` has written, given itself or by its directory; `None`
+    for any other path."""
+    given = local_path(path)
+    file = given if given.name == MODEL else given / MODEL
+    return file if file.is_file() and not (file.parent / CONFIG).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:

@@ -1,5 +1,6 @@
 """`export --format gguf`: what the file holds, by the library's own reader, and what llama.cpp makes of it."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -403,9 +404,38 @@ def test_the_directory_of_an_export_is_verified(run_cli: Any, tiny_mixtral: Path
     assert found.code == 0, found.stderr
     assert found.json["tensors"] == run_cli("verify", out / "model.gguf", "--json").json["tensors"]
     assert "this GGUF file of" in run_cli("inspect", out / "model.gguf").stdout
-    refused = run_cli("verify", out, "--against", tiny_mixtral)
-    assert refused.code == 2
-    assert "moetool eval" in refused.stderr
+    assert found.json["bytes"] == (out / "model.gguf").stat().st_size
+    for given in (out, out / "model.gguf", shutil.copy(out / "model.gguf", tmp_path / "theirs.gguf")):
+        refused = run_cli("verify", given, "--against", tiny_mixtral)
+        assert refused.code == 2
+        assert "moetool eval" in refused.stderr
     with (out / "README.md").open("a") as card:
         card.write("more")
     assert run_cli("verify", out).code == 5
+    assert run_cli("verify", out / "model.gguf").code == 5
+
+
+def test_sizes_are_those_of_the_file(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Beside others in a table, and where what is made of the file is larger than that."""
+    out = tmp_path / "out"
+    assert export(run_cli, tiny_mixtral, out, "--type", "q4_0").code == 0
+    file = out / "model.gguf"
+    words = (
+        "--models",
+        file,
+        "--data",
+        tiny_text,
+        "--sequence-length",
+        32,
+        "--windows",
+        2,
+        "--work",
+        tmp_path / "work",
+    )
+    compared = run_cli("compare", tiny_mixtral, *words, "--json")
+    assert compared.code == 0, compared.stderr
+    [row] = compared.json["rows"]
+    assert row["bytes"] == file.stat().st_size
+    planned = run_cli("compress", file, tmp_path / "new", "--method", "quantize", "--bits", 8, "--dry-run", "--json")
+    assert planned.code == 0, planned.stderr
+    assert "in GGUF: nothing is saved" in planned.json["note"]
