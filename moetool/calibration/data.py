@@ -12,12 +12,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moetool.calibration.bundled import kinds, texts
 from moetool.calibration.json_records import json_records
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.source import check_repository, first_line, is_here, local_path, looks_local
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
@@ -196,18 +200,22 @@ def _check_file(file: Path, column: str | None) -> None:
     """Raise `InvalidInputError` for a file without the column, of which the first record is read, or for parquet the
     schema; a `.jsonl` file that is one large array is left to the job."""
     if file.suffix == ".parquet" and file.stat().st_size:
-        import pyarrow.parquet
-
-        try:
-            names = pyarrow.parquet.read_schema(file).names
-        except (OSError, pyarrow.ArrowException) as error:
-            raise InvalidInputError(f"Cannot read the data {str(file)!r}: {first_line(error)}. Is it whole?") from error
-        _columns(dict.fromkeys(names, ""), str(file), column)
+        _columns(dict.fromkeys(_parquet(file).schema.to_arrow_schema().names, ""), str(file), column)
         return
     with reading(file), file.open("rb") as opened:
         if file.suffix == ".jsonl" and opened.read(1) == b"[" and file.stat().st_size > _LARGE:
             return
     next(iter(_file_text(file, column)), None)
+
+
+def _parquet(file: Path) -> "FileMetaData":
+    """The footer of a parquet file: its schema and the number of its rows. Raises `InvalidInputError`."""
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InvalidInputError(f"Cannot read the data {str(file)!r}: {first_line(error)}. Is it whole?") from error
 
 
 def data_files(path: Path) -> list[Path]:
@@ -271,7 +279,8 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
         for file in files:
             if file.suffix == ".jsonl":
                 yield from json_records(file)
-            elif file.stat().st_size:  # `datasets` answers nothing with a StopIteration
+            # `datasets` answers nothing with a StopIteration, and a file without rows with an error of pyarrow's.
+            elif file.stat().st_size and _parquet(file).num_rows:
                 # `datasets` takes names for patterns.
                 arguments = {"data_files": [glob.escape(str(file.absolute()))], "split": "train"}
                 yield from _rows(str(file), {"path": "parquet", **arguments})

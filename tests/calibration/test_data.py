@@ -149,6 +149,9 @@ def test_parquet(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"content": ["a", "b"], "body": ["c", "d"]}).to_parquet(file)
     assert text_of(str(file)) == "a\n\nb"
     assert text_of(f"{file}:::body") == "c\n\nd"
+    empty = datasets.Dataset.from_dict({"content": ["a"], "body": ["c"]}).select([])
+    empty.to_parquet(tmp_path / "w.parquet")
+    assert text_of(str(tmp_path)).strip() == "a\n\nb", "a folder of shards, one of which has no rows"
 
 
 @pytest.mark.parametrize(
