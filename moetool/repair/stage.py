@@ -191,6 +191,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             details["codes"] = (
                 "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
             )
+        less = "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less."
+        if first > second:
+            less = "Fewer or shorter windows (--samples, --held-out, --sequence-length) need less."
         return Plan(
             stage=self.name,
             input_bytes=self._student.input_bytes + self._original.weight_bytes,
@@ -200,8 +203,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             phases=self.phases(self._student.input_bytes),
             details=details,
             advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
-            f"the model is trained, whole and in float32, which takes {format_bytes(second)}. A --memory in which "
-            "codes cannot be held decoded, or a smaller --batch-size, needs less.",
+            f"the model is trained, whole and in float32, which takes {format_bytes(second)}. {less}",
         )
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:
