@@ -33,6 +33,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         trains: whether the result can be tuned, which encoders cannot.
     """
     given, made = result.input, result.output
+    if made.startswith("-"):
+        made = f"./{made}"  # else it would be taken for an option
     text = getattr(options, "calibration", None)
     specs = () if text is None else parse_data(text)
     # What the model wrote itself is gone, and only calibration weighs texts.

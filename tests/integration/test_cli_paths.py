@@ -23,6 +23,15 @@ def test_an_output(run_cli: Any, tiny_mixtral: Path, name: str, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_that_begins_with_a_dash_is_no_option_of_the_next_command(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("decompose", tiny_mixtral, "./-out")
+    assert result.code == 0, result.stderr
+    assert "quantize-delta ./-out ./-out-4bit" in result.stderr
+
+
 def test_an_output_in_a_folder_that_is_a_file(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file/out", "file/deep/out", "file"):
