@@ -151,6 +151,7 @@ def run_stage(
     progress: Progress = SILENT,
     measured: Path | None = None,
     same_input: bool = False,
+    named: str | None = None,
 ) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
 
@@ -164,6 +165,7 @@ def run_stage(
         progress: told where the job is.
         measured: where `measure_stages` or another job has measured for this one.
         same_input: whether the user vouches for input files that were written again since the job began.
+        named: what the result's record calls an input that will be gone; else `source`.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -174,7 +176,7 @@ def run_stage(
     keep_few_programs()
     with joined(has_trainer=kind.has_trainer) as ranks, quiet():
         if ranks.is_first or kind.has_trainer:
-            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input)
+            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input, named)
         return _follow(kind, source, output, options, ranks)
 
 
@@ -189,6 +191,7 @@ def _lead(
     progress: Progress,
     measured: Path | None,
     same_input: bool,
+    named: str | None,
 ) -> Result:
     """What the first process does, or the only one, or each of those that a Trainer brings together."""
     began = time.monotonic()
@@ -240,7 +243,7 @@ def _lead(
         if ranks.is_first:
             meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
-            job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks)
+            job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks, named)
             meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
             if workspace.is_resumed:
                 progress.log(f"Going on with the run in {directory}.")

@@ -131,6 +131,7 @@ class Job(Generic[SourceT]):
     progress: Progress = SILENT
     interrupt: Interrupt = field(default_factory=Interrupt)
     ranks: Ranks = field(default_factory=Ranks)
+    named: str | None = None  # what the manifest calls the input, if not as it was opened
     loaded: LoadedLayer | None = None  # of the result, by transformers, when it has been written
     _is_sharing: bool = False
     _together: set[str] = field(default_factory=set)  # units that all processes are at

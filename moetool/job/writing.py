@@ -255,7 +255,7 @@ def record_origin(
     digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}
     digests |= {name: hashlib.sha256(content).hexdigest() for name, content in coming.items()}
     manifest = Manifest(
-        source=checkpoint.source,
+        source=job.named or checkpoint.source,
         source_fingerprint=checkpoint.fingerprint(),
         recipe=dict(job.recipe),
         chosen=chosen_options(job.options, job.recipe, checkpoint.settings),

@@ -6,7 +6,7 @@ the two commands give.
 """
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from moetool.checkpoint.digests import check_files
@@ -15,7 +15,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.phases import Phase
 from moetool.errors import ResourceError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
-from moetool.job.card import chosen_options
+from moetool.job.card import chosen_options, public
 from moetool.job.checks import output_directory
 from moetool.job.execute import dry_run, plan_stage, run_stage
 from moetool.job.memory import anonymous_bytes
@@ -27,7 +27,7 @@ from moetool.job.result import Details, Result, Sizes
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import is_finished
 from moetool.repair.options import RepairOptions
-from moetool.repair.results import RepairResult
+from moetool.repair.results import RepairedResult, RepairResult
 from moetool.repair.sources import source_before
 from moetool.repair.stage import Repair
 
@@ -36,17 +36,6 @@ _NOTED = (
     "That is of --repair: the original predicts, and what it says is noted. Fewer or shorter windows (--samples, "
     "--sequence-length) make less of that."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairedResult(RepairResult):
-    """Result of `--repair`: that of the repair, and that of the stage before it.
-
-    Attributes:
-        before_repair: what the command without `--repair` tells.
-    """
-
-    before_repair: Result
 
 
 def unrepaired_path(output: str | Path) -> Path:
@@ -144,6 +133,7 @@ def run_repaired(
         overwrite=overwrite,
         progress=progress,
         same_input=same_input,
+        named=f"{public(str(source))} after {kind.name}",
     )
     shutil.rmtree(between)
     details = repaired.details

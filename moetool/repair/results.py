@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moetool.job.result import Details
+from moetool.job.result import Details, Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,3 +29,14 @@ class RepairResult(Details):
     learning_rate: float
     training_seconds: float
     curve: Sequence[Mapping[str, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairedResult(RepairResult):
+    """Result of `--repair`: that of the repair, and that of the stage before it.
+
+    Attributes:
+        before_repair: what the command without `--repair` tells.
+    """
+
+    before_repair: Result

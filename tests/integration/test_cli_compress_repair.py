@@ -1,10 +1,11 @@
 """`moetool compress --repair`, run as a user runs it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tensors_of
+from checkpoints import contents, tensors_of
 from sampling import sampled
 
 TEXT = ("--samples", 8, "--sequence-length", 32)
@@ -49,6 +50,27 @@ def test_it_gives_what_the_two_commands_give(
     repair = ("repair", tmp_path / "small", tmp_path / "by-hand", "--to", tiny_mixtral)
     assert run_cli(*repair, "--calibration", tiny_text, *TEXT, "--steps", 3).code == 0
     assert equal(tmp_path / "out", tmp_path / "by-hand")
+
+
+def test_the_record_names_what_was_given_and_nothing_that_is_gone(
+    words: Any, run_cli: Any, tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    result = run_cli(*words("reap", one, "--repair", 2))
+    assert result.code == 0, result.stderr
+    assert run_cli(*words("reap", other, "--repair", 2)).code == 0
+    assert contents(one) == contents(other)
+    assert json.loads((one / "moetool.json").read_text())["source"] == f"{tiny_mixtral.name} after reap"
+    assert f"2. `repair` of `{tiny_mixtral.name} after reap`" in (one / "README.md").read_text()
+
+
+def test_notes_of_the_first_job_are_in_the_result(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    words = ("compress", tiny_mixtral, tmp_path / "out", "--method", "reap", "--ratio", 0.1, "--calibration", tiny_text)
+    result = run_cli(*words, *TEXT, "--repair", 2)
+    assert result.code == 0, result.stderr
+    assert "3 of 4 experts in every layer make it 16.6% smaller; 10.0% were asked" in result.stdout
 
 
 def test_killed_in_the_repair_it_goes_on_there(

@@ -29,7 +29,7 @@ from moetool.job.processes import is_first_process
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
 from moetool.measure.results import shown_kl
 from moetool.reduce.results import DroppedResult, ReducedResult
-from moetool.repair.results import RepairResult
+from moetool.repair.results import RepairedResult, RepairResult
 from moetool.upcycle.results import AddedResult
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _conversion(told: ConversionResult) -> list[tuple[str, str]]:
         fields += _proof(told.proof)
     if told.activations is not None:
         fields += _activations(told.activations)
-    return [*fields, *(("note", note) for note in told.notes)]
+    return fields
 
 
 def _proof(proof: Proof) -> list[tuple[str, str]]:
@@ -276,14 +276,16 @@ def _print_result(result: Result) -> None:
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
         fields.append(("size", _size(sizes)))
-    if isinstance(result.details, ConversionResult):
-        fields += _conversion(result.details)
-    if isinstance(result.details, RepairResult):
-        fields += _repaired(result.details)
-    if isinstance(result.details, AddedResult | DroppedResult):
-        fields += _other_experts(result.details)
-    if isinstance(result.details, RankedResult | ReducedResult | MixedResult | AddedResult):
-        fields += [("note", note) for note in result.details.notes]
+    details = result.details
+    made = details.before_repair.details if isinstance(details, RepairedResult) else details
+    if isinstance(details, ConversionResult):
+        fields += _conversion(details)
+    if isinstance(details, RepairResult):
+        fields += _repaired(details)
+    if isinstance(made, AddedResult | DroppedResult):
+        fields += _other_experts(made)
+    if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
+        fields += [("note", note) for note in made.notes]
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
