@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moetool.runtime.synthesis import SynthesisChoice
 
 Matrix = Sequence[Sequence[float]]
+KL_ROUNDING = 1e-6  # nats per token: what rounding in fp32 may make of the divergence of a model from itself
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -91,7 +92,7 @@ OWN_KIND_ALONE = "all of this is text of the calibration's own kind; text of oth
 
 def shown_kl(kl: float) -> float:
     """A KL divergence in nats as it is printed: 0 where rounding alone has made it negative."""
-    return 0.0 if -1e-6 < kl <= 0 else kl
+    return 0.0 if -KL_ROUNDING < kl <= 0 else kl
 
 
 def kind_in_words(own_kind: bool | None) -> str:

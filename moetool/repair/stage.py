@@ -88,6 +88,10 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def opened(cls, checkpoint: Checkpoint) -> RepairedSource:
         return repaired_source(checkpoint)
 
+    @property
+    def gguf_bytes(self) -> int | None:
+        return None if isinstance(self.source, GgufInput) else super().gguf_bytes
+
     def inputs(self) -> Mapping[str, Checkpoint]:
         return {**super().inputs(), "original": self._original}
 
@@ -274,13 +278,18 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         note(file, found)
 
     def _say_of_origin(self, job: Job[RepairedSource]) -> None:
-        """Say so if the model's record names other originals than this one."""
-        source = self.source.checkpoint
+        """Say so if the model is the original, or its record names others than this one."""
+        source, fingerprint = self.source.checkpoint, self._original.fingerprint()
+        if fingerprint == source.fingerprint():
+            job.progress.log(
+                f"{source.source} and --to {self._original.source} are the same model: there is nothing to learn."
+            )
+            return
         lies_in = self.source.lies_in if isinstance(self.source, GgufInput) else source.path
         manifest = None if lies_in is None else manifest_of(lies_in)
         if manifest is None:
             return
-        if self._original.fingerprint() not in {origin.source_fingerprint for origin in manifest.origins}:
+        if fingerprint not in {origin.source_fingerprint for origin in manifest.origins}:
             job.progress.log(
                 f"{self._original.source} is not what {source.source} was made of, by its {len(manifest.origins)} "
                 "recorded steps: it is repaired towards another model of the same shape."

@@ -22,6 +22,7 @@ from moetool.errors import VerificationError
 from moetool.format.kinds.moefied import CENTRE, is_selector
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
+from moetool.measure.results import KL_ROUNDING, shown_kl
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
 from moetool.repair.masters import Master
@@ -126,7 +127,9 @@ class Distilling:
                     progress.log(f"step {step}: held out {_said(now)}.")
                     if all(now[name] <= before[name] for name in before) and sum(now.values()) < sum(best[1].values()):
                         best = step, now, self._values()
-                    elif not best[0] and not all(now[name] < _WORSE * before[name] for name in before):
+                    elif not best[0] and not all(
+                        now[name] < max(_WORSE * before[name], KL_ROUNDING) for name in before
+                    ):
                         failed = f"held-out divergence has risen to {_said(now)} at step {step}, from {_said(before)}"
                 if not failed:
                     continue
@@ -205,7 +208,7 @@ class Distilling:
 
 
 def _said(divergences: Mapping[str, float]) -> str:
-    return ", ".join(f"{1000 * nats:.4g} millinats on {name}" for name, nats in divergences.items())
+    return ", ".join(f"{1000 * shown_kl(nats):.4g} millinats on {name}" for name, nats in divergences.items())
 
 
 if TYPE_CHECKING:

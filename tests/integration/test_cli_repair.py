@@ -105,6 +105,18 @@ def test_routers_alone_can_be_trained(compress: Any, repaired: Any, tiny_mixtral
     assert told["trained_parameters"] == sum(before[name].numel() for name in before if name.endswith("gate.weight"))
 
 
+def test_a_model_repaired_towards_itself_is_told_to_be_the_same(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Its divergence is what rounding makes of it, below zero or above: that neither rises nor is it shown."""
+    words = ("repair", tiny_mixtral, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
+    result = run_cli(*words, "--steps", 8, "--learning-rate", 1e-9, "--json")
+    assert result.code == 0, result.stderr
+    assert result.json["stopped"] is None
+    assert "are the same model: there is nothing to learn" in result.stderr
+    assert " -" not in "".join(line for line in result.stderr.splitlines() if "millinats" in line)
+
+
 def test_a_rate_that_is_too_high_keeps_the_input(repaired: Any, small: Path) -> None:
     output, told = repaired(small, "--steps", 8, "--learning-rate", 30, "--warmup", 0)
     assert (told["kept_step"], told["learning_rate"]) == (0, 30)
