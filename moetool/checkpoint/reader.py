@@ -18,6 +18,7 @@ from moetool.checkpoint.missing import with_adapter, without_config
 from moetool.checkpoint.names import ADAPTER, CONFIG, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
+from moetool.checkpoint.sizes import as_read_from
 from moetool.checkpoint.source import local_path, resolve_source
 from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_of
 from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales
@@ -99,10 +100,21 @@ class Checkpoint:
         return opened
 
     @property
+    def gguf_bytes(self) -> int | None:
+        """Bytes of the GGUF file that it was read from; `None` of any other checkpoint."""
+        file = local_path(self.source)
+        return file.stat().st_size if file.is_file() else None
+
+    @property
     def given_bytes(self) -> int:
         """Bytes of the GGUF file that it was read from; of any other checkpoint `weight_bytes`."""
-        file = local_path(self.source)
-        return file.stat().st_size if file.is_file() else self.weight_bytes
+        return self.weight_bytes if self.gguf_bytes is None else self.gguf_bytes
+
+    @property
+    def in_format(self) -> str:
+        """What is said behind its size: " in FP8" where another tool has quantized it, " as read from …" where it is a
+        GGUF file, else nothing."""
+        return as_read_from(self.gguf_bytes) or ("" if self.stored_as is None else f" in {self.stored_as}")
 
     @cached_property
     def settings(self) -> Settings:

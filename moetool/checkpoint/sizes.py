@@ -91,6 +91,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def as_read_from(gguf: int | None) -> str:
+    """What is said behind the size of a checkpoint that was read from a GGUF file of so many bytes; else nothing."""
+    return "" if gguf is None else f" as read from a GGUF file of {format_bytes(gguf)}"
+
+
 def format_change(ratio: float) -> str:
     """Format a ratio of saved bytes in words: 0.4 is `40.00% smaller`, −0.1 is `10.00% larger`."""
     return f"{abs(ratio):.2%} {'smaller' if ratio >= 0 else 'larger'}"

@@ -198,7 +198,7 @@ def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, objec
     original = (moetool_entry(source.config) or {}).get("original_bytes", given)
     assert isinstance(original, int)
     rows = [("original", original)] if original != given else []
-    rows += [("source", given), ("this model", nbytes)]
+    rows += [(f"source{source.in_format}", given), ("this model", nbytes)]
     yield "## Size"
     yield "| | weight files |\n|---|---|\n" + "\n".join(f"| {name} | {format_bytes(size)} |" for name, size in rows)
     yield f"{format_change(1 - nbytes / original)} than the {rows[0][0]}."

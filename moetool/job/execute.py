@@ -105,6 +105,8 @@ def _told(stage: AnyStage) -> Plan:
         more["headers"] = "config.json alone"
     if stage.source.checkpoint.stored_as is not None:
         more |= _stored(stage.source)
+    if (gguf := stage.gguf_bytes) is not None:
+        more["gguf_bytes"] = gguf
     return replace(plan, details={**plan.details, **more})
 
 
@@ -283,12 +285,17 @@ def _verified(stage: AnyStage, directory: Path, *, edited: bool = False) -> Size
     Raises:
         VerificationError: something is wrong.
     """
-    sizes = stage.verify(directory) if stage.writes_model else None
+    sizes = verified_sizes(stage, directory) if stage.writes_model else None
     manifest = read_manifest(directory)
     weights = [name for name in manifest.files if name.endswith(".safetensors")]
     if problems := check_files(directory, manifest, edited=edited, trusted=weights).problems:
         raise VerificationError(f"{directory}: {'; '.join(problems)}")
     return sizes
+
+
+def verified_sizes(stage: AnyStage, output: Path) -> Sizes:
+    """Sizes of what a stage wrote, as `Stage.verify` finds them, and of the GGUF file that its input was read from."""
+    return replace(stage.verify(output), gguf_bytes=stage.gguf_bytes)
 
 
 def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, progress: Progress) -> float | None:

@@ -118,12 +118,14 @@ class Sizes(Inlined):
         bytes_after: of the output.
         achieved_ratio: `1 - after / before`, rounded, where a ratio is counted.
         bytes_input: of the input, where that is another number than `bytes_before`.
+        gguf_bytes: of the GGUF file that the input was read from, where `bytes_before` is what it is read as.
     """
 
     bytes_before: int
     bytes_after: int
     achieved_ratio: float | None = None
     bytes_input: int | None = None
+    gguf_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

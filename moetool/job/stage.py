@@ -91,6 +91,11 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         return None if sources is None else sources.counts
 
     @property
+    def gguf_bytes(self) -> int | None:
+        """Bytes of the GGUF file that the input was read from, where sizes are counted from what it is read as."""
+        return self.source.checkpoint.gguf_bytes
+
+    @property
     def share_in_numbers(self) -> float:
         """The largest share of the bytes of the output's experts that are numbers of floating point, not codes or
         positions: those that `repair` can train."""

@@ -305,9 +305,4 @@ def original_bytes(source: Input) -> int:
 
 def original_size(source: Source) -> str:
     """Original size that a ratio refers to, for people: "689.0 GB in FP8"."""
-    return format_bytes(original_bytes(source)) + in_format(source.checkpoint)
-
-
-def in_format(checkpoint: Checkpoint) -> str:
-    """ " in FP8" of a checkpoint that another tool has quantized, nothing of any other."""
-    return "" if checkpoint.stored_as is None else f" in {checkpoint.stored_as}"
+    return format_bytes(original_bytes(source)) + source.checkpoint.in_format

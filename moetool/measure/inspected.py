@@ -31,6 +31,7 @@ class Files(Inlined):
         files: with weights, how many.
         headers: where names and shapes come from.
         stored_as: the format of another tool that the files are in; `None` for an ordinary checkpoint.
+        gguf_bytes: of the GGUF file that the checkpoint is read from, if it is.
         recipe: stage and options, from the manifest; `None` without one.
     """
 
@@ -41,6 +42,7 @@ class Files(Inlined):
     headers: Literal["files", "config.json alone"]
     recipe: Mapping[str, Json] | None
     stored_as: str | None
+    gguf_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def _files(checkpoint: Checkpoint, original: int, manifest: Manifest | None) -> 
         headers="config.json alone" if checkpoint.is_imagined else "files",
         recipe=None if manifest is None else cast(Mapping[str, Json], manifest.recipe),
         stored_as=checkpoint.stored_as,
+        gguf_bytes=checkpoint.gguf_bytes,
     )
 
 

@@ -17,7 +17,7 @@ from moetool.errors import ResourceError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.card import chosen_options, public
 from moetool.job.checks import output_directory
-from moetool.job.execute import dry_run, plan_stage, run_stage
+from moetool.job.execute import dry_run, plan_stage, run_stage, verified_sizes
 from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
@@ -184,7 +184,7 @@ def _made_so(kind: type[AnyStage], source: str | Path, directory: Path, options:
             f"{directory} is finished, and was made with other settings or from another input. "
             "--overwrite makes it again with these."
         )
-    return stage.verify(directory)
+    return verified_sizes(stage, directory)
 
 
 def _finished(kind: type[AnyStage], source: str | Path, directory: Path, options: RunOptions, steps: int) -> Result:

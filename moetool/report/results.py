@@ -138,6 +138,7 @@ class Report(Printed):
         weights: bytes by kind of tensor, the largest first.
         against: the source, which `before` in `weights` is of.
         against_bytes: of the weight files of `against`, headers and all, as `bytes` is of the model's.
+        gguf_bytes, against_gguf_bytes: of the GGUF files that they are read from, if they are.
         made: how it was made, if moetool did.
         inspection: what it holds, if it has experts, and what they are like (`--analysis`).
         stored: how its experts are stored, if they are whole networks.
@@ -160,6 +161,8 @@ class Report(Printed):
     weights: Sequence[WeightBytes]
     against: str | None = None
     against_bytes: int | None = None
+    gguf_bytes: int | None = None
+    against_gguf_bytes: int | None = None
     made: HowMade | None = None
     inspection: Inspection | None = None
     stored: StoredExperts | None = None

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.checkpoint.sizes import as_read_from, format_bytes, format_change
 from moetool.job.forecast import format_seconds
 from moetool.measure.results import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names, shown_kl
 from moetool.report.charts import LONGEST, Bars, Chart, Lines
@@ -18,7 +18,10 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
     files = "1 file" if report.files == 1 else f"{report.files} files"
     inspection, found = report.inspection, best_evaluation(report)
     change = f"{format_change(inspection.files.ratio)}" if inspection and inspection.files.ratio else files
-    yield "size", format_bytes(report.bytes), change
+    if report.gguf_bytes is None:
+        yield "size", format_bytes(report.bytes), change
+    else:
+        yield "size", format_bytes(report.gguf_bytes), f"in GGUF, read as {format_bytes(report.bytes)}"
     if inspection is not None:
         counts = inspection.parameters
         yield "parameters", count(counts.total), f"{count(counts.active)} per token"
@@ -114,13 +117,14 @@ def size(report: Report) -> Section:
         axis="MB",
         lying=True,
     )
-    lead = f"{format_bytes(report.bytes)} of weight files"
+    lead = f"{format_bytes(report.bytes)} of weight files{as_read_from(report.gguf_bytes)}"
     if report.inspection is not None and report.inspection.files.ratio:
         original = report.inspection.files
         lead += f", of {format_bytes(original.original_bytes)} before: {format_change(original.ratio)}"
     notes = ["The table counts tensors, the total whole files: the difference is the files' headers."]
     if report.against is not None and report.against_bytes is not None:
-        notes.append(f"Before: {report.against}, {format_bytes(report.against_bytes)} of weight files.")
+        read = as_read_from(report.against_gguf_bytes)
+        notes.append(f"Before: {report.against}, {format_bytes(report.against_bytes)} of weight files{read}.")
     return Section(
         name="size",
         title="Size",

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from moetool.architectures import Role
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.calibration_cost import BASELINE
 from moetool.format.gguf.words import interleaved
 from moetool.job.job import Source
@@ -439,3 +440,18 @@ def test_sizes_are_those_of_the_file(run_cli: Any, tiny_mixtral: Path, tiny_text
     planned = run_cli("compress", file, tmp_path / "new", "--method", "quantize", "--bits", 8, "--dry-run", "--json")
     assert planned.code == 0, planned.stderr
     assert "in GGUF: nothing is saved" in planned.json["note"]
+    nbytes, read = file.stat().st_size, Checkpoint.open(file).weight_bytes
+    assert (planned.json["gguf_bytes"], planned.json["input_bytes"]) == (nbytes, read)
+    made = run_cli("compress", file, tmp_path / "new", "--method", "quantize", "--bits", 8, "--json")
+    assert (made.json["gguf_bytes"], made.json["bytes_before"]) == (nbytes, read)
+    said = f"as read from a GGUF file of {format_bytes(nbytes)}"
+    assert f"| source {said} | {format_bytes(read)} |" in (tmp_path / "new" / "README.md").read_text()
+    resumed = run_cli("compress", file, tmp_path / "new", "--method", "quantize", "--bits", 8, "--resume")
+    assert f"{format_bytes(nbytes)} in GGUF, read as {format_bytes(read)} → " in resumed.stdout
+    exported = export(run_cli, file, tmp_path / "again")
+    assert (exported.json["gguf_bytes"], exported.json["bytes_before"]) == (nbytes, read)
+    assert run_cli("report", file, tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert said in page
+    assert f"in GGUF, read as {format_bytes(read)}" in page
+    assert run_cli("inspect", file, "--json").json["gguf_bytes"] == nbytes

@@ -9,7 +9,6 @@ import typer
 
 from moetool.architectures import ROLES, Role
 from moetool.checkpoint.sizes import format_bytes, format_change
-from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
@@ -63,8 +62,8 @@ def build(
 def _print(result: Inspection) -> None:
     counts, stored = result.parameters, result.files
     files = "in 1 file" if stored.files == 1 else f"in {stored.files} files"
-    if (file := local_path(result.path)).is_file():
-        files = f"as the checkpoint that this GGUF file of {format_bytes(file.stat().st_size)} is read as"
+    if stored.gguf_bytes is not None:
+        files = f"as the checkpoint that this GGUF file of {format_bytes(stored.gguf_bytes)} is read as"
     elif not stored.files:
         files = "by config.json alone: there are no weight files"
     change = f", {format_change(stored.ratio)}" if stored.ratio else ""

@@ -172,7 +172,10 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
         original = plan.get("original_bytes")
         change = ""
         if name == "output_bytes" and isinstance(original, int):
-            change = f" ({format_change(1 - value / original)})"
+            than = " than what the file is read as" if "gguf_bytes" in plan else ""
+            change = f" ({format_change(1 - value / original)}{than})"
+        if name == "gguf_bytes":
+            change = ": input and original are what the file is read as"
         return format_bytes(value) + change if name.endswith("bytes") else f"{value:,}"
 
     fields = [(name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items()]
@@ -246,6 +249,9 @@ def _size(sizes: Sizes) -> str:
     """Both sizes, and the original's, too, where the input had been compressed already and is not what counts."""
     before, after = format_bytes(sizes.bytes_before), format_bytes(sizes.bytes_after)
     change = "" if sizes.achieved_ratio is None else format_change(sizes.achieved_ratio)
+    if sizes.gguf_bytes is not None:
+        than = f" ({change} than {before})" if change else ""
+        return f"{format_bytes(sizes.gguf_bytes)} in GGUF, read as {before} → {after}{than}"
     if sizes.bytes_input is not None:
         than = f"{change} than the {before} of" if sizes.bytes_after != sizes.bytes_before else "as large as"
         return f"{format_bytes(sizes.bytes_input)} → {after} ({than} the original model)"

@@ -45,7 +45,7 @@ from moetool.job.job import Job, Source
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import CalibrationFacts
 from moetool.job.shards import OutputPlan
-from moetool.job.writing import entry_for, in_format, original_bytes, write_model
+from moetool.job.writing import entry_for, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 
@@ -291,7 +291,7 @@ def factor_plan(
     every = min(reader.shape.hidden, reader.shape.intermediate)  # directions: nothing is lost
     largest, note = size(every, options.trim), None
     if options.ratio is not None:
-        check_ratio(options.ratio, options.target_option, size(0), original, in_format(checkpoint))
+        check_ratio(options.ratio, options.target_option, size(0), original, checkpoint.in_format)
         output = round(original * (1 - options.ratio))
         if output > checkpoint.weight_bytes:
             reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
