@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
+TEXT_COLUMNS = ("text", "content")  # that hold a whole text, the first that is there
 BUNDLED = "bundled"  # the text that comes with moetool, where nothing of that name is on the disk
 SELF = "self"  # text that the model itself writes, likewise
 OWN_TEXT = "the model's own text"
@@ -309,7 +310,13 @@ def _documents(spec: DataSpec) -> Iterator[str]:
     for number, row in enumerate(records(spec), start=1):
         if not (columns := _columns(row, source, column, must=number == 1)):
             continue
-        texts = [_as_text(row[name], f"{source}, record {number}, {name!r}") for name in columns]
+        place = f"{source}, record {number}"
+        if column is None and (name := columns[0]) in TEXT_COLUMNS and isinstance(row[name], list):
+            said = json.dumps(row[name], default=str)[:80]
+            raise InvalidInputError(
+                f"{place}: its {name} has to be text, found {said}. {source}:::{name} takes a list, one item a line."
+            )
+        texts = [_as_text(row[name], f"{place}, {name!r}") for name in columns]
         if any(text is not None for text in texts):
             yield "".join(text or "" for text in texts)
 
@@ -328,7 +335,7 @@ def _columns(row: Mapping[str, object], source: str, column: str | None, *, must
 
 
 def _text_columns(row: Mapping[str, object]) -> Sequence[str]:
-    candidates = [("text",), ("content",), ("prompt", "completion"), ("messages",)]
+    candidates = [*((name,) for name in TEXT_COLUMNS), ("prompt", "completion"), ("messages",)]
     there = [names for names in candidates if all(name in row for name in names)]
     # In a file of mixed records each has every column, with nothing in those that are not its own.
     filled = [names for names in there if any(row[name] is not None for name in names)]

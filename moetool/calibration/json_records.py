@@ -1,6 +1,7 @@
 """The records of a `.jsonl` file, read here and not by `datasets`: it takes columns from all records together, turns
 strings that look like times into times, and ends the process at a file that begins with `null`."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,11 @@ def json_records(file: Path) -> Iterator[Mapping[str, object]]:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
             if number == 1 and line.lstrip().startswith("["):
-                values = _value(line + lines.read(), where)
+                rest = lines.read()
+                if rest.strip():
+                    with contextlib.suppress(ValueError, RecursionError):  # the array of all records goes on
+                        _object(json.loads(line), where)
+                values = _value(line + rest, where)
                 assert isinstance(values, list)
                 yield from (_object(value, f"{file}, record {place}") for place, value in enumerate(values, 1))
             elif line.strip():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.calibration.data import DataSpec, iter_text, parse_data, records
+from moetool.calibration.data import TEXT_COLUMNS, DataSpec, iter_text, parse_data, records
 from moetool.calibration.opening import Bos, opening_of
 from moetool.calibration.windows import token_stream
 from moetool.checkpoint.source import first_line, is_here
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # the label of a token that is only read
-_TEXTS = "text", "content"  # columns that hold a whole example, the first that is there
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _of_record(
     elif prompt is not None and completion is not None:
         asked, said = _text(prompt, "prompt"), _text(completion, "completion")
         yield _with_ends(tokenizer, Spoken(asked + said, ((len(asked), len(asked) + len(said)),)), opening)
-    elif (name := next((own for own in _TEXTS if record.get(own) is not None), None)) is not None:
+    elif (name := next((own for own in TEXT_COLUMNS if record.get(own) is not None), None)) is not None:
         text = _text(record[name], name)
         yield _with_ends(tokenizer, Spoken(text, ((0, len(text)),)), opening)
     else:

@@ -227,6 +227,8 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{tmp}/half.jsonl", "half.jsonl, line 1 cannot be read as JSON: .*surrogates not allowed"),
         ("{tmp}/null.jsonl", r'null.jsonl, line 1 holds null, no object such as {"text": "…"}'),
         ("{tmp}/array.jsonl", "array.jsonl, record 2 holds 3, no object"),
+        ("{tmp}/lines.jsonl", r"lines.jsonl, line 1 holds \[1, 2\], no object"),
+        ("{tmp}/list.jsonl", r"list.jsonl, record 1: its text has to be text, found \[\"a\", \"b\"\]. .*:::text takes"),
         ("{tmp}/latin.jsonl", "latin.jsonl is not UTF-8"),
         ("{tmp}/short.parquet", r"Cannot read the data .*short.parquet.*: .*\. Is it whole\?"),
         ("{tmp}/odd.jsonl", "none of text, content, prompt and completion, messages; it has 'id', 'body'. Name one"),
@@ -244,6 +246,9 @@ def test_unreadable(tmp_path: Path, name: str, message: str) -> None:
     write(tmp_path / "half.jsonl", r'{"text": "\ud800"}')
     write(tmp_path / "null.jsonl", "null\n")
     write(tmp_path / "array.jsonl", '[{"text": "a"},\n3]')
+    write(tmp_path / "lines.jsonl", "[1, 2]\n[1, 2]\n")
+    write_jsonl(tmp_path / "list.jsonl", {"text": ["a", "b"]})
+    assert text_of(f"{tmp_path}/list.jsonl:::text") == "a\nb"
     write(tmp_path / "short.parquet", "PAR1")
     write_jsonl(tmp_path / "odd.jsonl", {"id": 5, "body": {"x": 1}})
     with pytest.raises(InvalidInputError, match=message):
