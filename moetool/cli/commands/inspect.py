@@ -72,6 +72,10 @@ def _print(result: Inspection) -> None:
     if (found := result.beside) is not None:
         said = f"{found.modules} projections and embeddings in 8 bits, {format_bytes(found.bytes)} of these"
         beside = [("beside experts", said)]
+    density = []
+    if isinstance(masks := result.moe, Masks):
+        said = f"{masks.mean_density:.1%} of the channels per expert, {masks.union_density:.1%} for any of them"
+        density = [("density", said)]
     print_fields(
         [
             ("model", result.path),
@@ -83,6 +87,7 @@ def _print(result: Inspection) -> None:
             ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
             ("bytes", f"{format_bytes(stored.bytes)} {files}{by_another}{change}"),
             *beside,
+            *density,
         ]
     )
     if isinstance(result.moe, Masks):
@@ -106,8 +111,6 @@ def _print_layers(layers: StoredLayers) -> None:
 
 def _print_masks(masks: Masks) -> None:
     """Where experts landed, by layer and by type of linear layer, and what they have in common (SIMoE, Fig. 4, 5)."""
-    any_of_them = f"{masks.union_density:.1%} for any of them"
-    print_fields([("density", f"{masks.mean_density:.1%} of the channels per expert, {any_of_them}")])
     for title, part in (("layer", 0), ("type", 1)):
         groups: dict[str, list[MaskedLayer]] = {}
         for site in masks.moe:

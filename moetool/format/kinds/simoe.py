@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Count, Share, Whole
-from moetool.format.kinds.base import CustomModule, Mask, Shape, Shapes
+from moetool.format.kinds.base import Counts, CustomModule, Mask, Shape, Shapes
 
 LINEAR, DELTA, MASKS, COLUMNS, GATES = "linear", "delta", "log_phi", "columns", "fixed_gates"
 ROUTER, MULTIPLIER = "interpolation", "multiplier"
@@ -94,6 +94,11 @@ class SimoeSpec(CustomModule):
             for site, _, kind in parts
             if kind in (MASKS, GATES)
         }
+
+    def counts(self, dense: DenseArchitecture, shapes: Shapes) -> Counts:
+        """Numbers in a converted model, without the multiplier of the masks' constraint, which is no part of it."""
+        multiplier = self.router_prefix(dense) + MULTIPLIER
+        return super().counts(dense, {name: shape for name, shape in shapes.items() if name != multiplier})
 
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
         return 0

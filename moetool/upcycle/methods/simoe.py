@@ -15,7 +15,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Customized, Made
 from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.errors import InvalidInputError
-from moetool.format.kinds.base import PLACEHOLDER, Counts, Shape
+from moetool.format.kinds.base import PLACEHOLDER, Shape
 from moetool.format.kinds.simoe import DELTA, MASKS, MULTIPLIER, SimoeSpec
 from moetool.job.job import DenseSource, Job
 from moetool.job.options import RunOptions
@@ -119,10 +119,6 @@ class Interpolated(Customized[SimoeSpec]):
     def linear_parameters(self) -> int:
         """Number of parameters of all linear layers whose deltas are masked."""
         return sum(math.prod(self._shape(site)) for site in self._sites)
-
-    def parameters(self) -> Counts:
-        """Without the multiplier of the masks' constraint, which is no part of the model."""
-        return Counts(*(count - 1 for count in super().parameters()))
 
 
 def simoe_parameters(dense: int, sparsity: float) -> int:
