@@ -79,8 +79,8 @@ class Provenance(BaseModel):
     Attributes:
         upcycled: by upcycling to an MoE model of whole FFNs, if it can be turned back into a dense one.
         moefied: by splitting the FFNs of a dense model.
-        experts: by number, the model that each expert came from, if they came from several; `None` where it is not
-            known. Empty if it is known of none.
+        experts: by number, the model that each expert came from; `None` where it is not known. Empty if it is known of
+            none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -110,7 +110,7 @@ def model_card(
         sections.append(
             f"[{SOURCE_CARD}]({SOURCE_CARD}) is the card of the model that this was made of, and describes that one."
         )
-    if origins := manifest.provenance.experts:
+    if len(set(origins := manifest.provenance.experts)) > 1:
         sections += ["## Experts", "\n".join(_experts(origins))]
     if "license" not in facts:
         sections.append("No licence is named here, since the source's card names none that a program can read.")

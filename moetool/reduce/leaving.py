@@ -11,7 +11,7 @@ from torch import Tensor
 from moetool.checkpoint.manifest import Provenance
 from moetool.errors import VerificationError
 from moetool.job.job import Job, Source
-from moetool.job.origins import with_experts
+from moetool.job.origins import expert_origins, with_experts
 from moetool.job.result import Sizes
 from moetool.job.stage import Stage, StageOptionsT
 from moetool.job.writing import original_bytes, passed_on, with_the_rest, write_checkpoint
@@ -88,11 +88,12 @@ class Leaving(Stage[StageOptionsT]):
 
     @property
     def _of_any_experts(self) -> Provenance:
-        """The record of a model whose layers lose different experts: a number is no longer one origin."""
+        """The record of a model whose layers lose different experts: a number is one origin if all are."""
         source, upcycled = self.source, passed_on(self.source.checkpoint).upcycled
         top_k = source.experts.shape.top_k if self.top_k is None else self.top_k
-        unknown = (None,) * self.fewer.kept
-        return with_experts(source.checkpoint, unknown, top_k, copies=upcycled is None or upcycled.granularity == 1)
+        origins = set(expert_origins(source.checkpoint, source.experts.shape.experts))
+        kept = (origins.pop() if len(origins) == 1 else None,) * self.fewer.kept
+        return with_experts(source.checkpoint, kept, top_k, copies=upcycled is None or upcycled.granularity == 1)
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)

@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypeVar
 
 from moetool.architectures import Role
-from moetool.checkpoint.manifest import Provenance, Upcycling
+from moetool.checkpoint.manifest import ExpertOrigin, Provenance, Upcycling
 from moetool.convert.results import ConversionResult
 from moetool.errors import UsageError
 from moetool.format.kinds.moe import MoESpec, Shared
@@ -156,14 +156,16 @@ class Upcycle(RoutedConversion[UpcycleT]):
         }
 
     def provenance(self) -> Provenance:
+        dense = self.dense.checkpoint
         return Provenance(
             upcycled=Upcycling(
-                source_config=self.dense.checkpoint.config,
+                source_config=dense.config,
                 dtype=str(self.dense.dtype).removeprefix("torch."),
                 target=self.target.name,
                 mixture=self.spec.told(),
                 granularity=self.start.pieces,
-            )
+            ),
+            experts=(ExpertOrigin(model=dense.source, fingerprint=dense.fingerprint()),) * self.spec.experts,
         )
 
     def notes(self, config: dict[str, object]) -> list[str]:

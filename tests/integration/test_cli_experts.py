@@ -233,6 +233,24 @@ def test_the_record(run_cli: Any, added: Any, models: list[Path], tmp_path: Path
     assert provenance(tmp_path / "bits")["experts"] == provenance(tmp_path / "two")["experts"]
 
 
+def test_experts_of_one_upcycled_model_are_of_that(
+    run_cli: Any, models: list[Path], tiny_text: Path, tmp_path: Path
+) -> None:
+    """Also after others of every layer are gone; a card lists origins where there are several."""
+    made = run_cli("upcycle", models[0], tmp_path / "four", "--method", "vanilla", "--experts", 4)
+    assert made.code == 0, made.stderr
+    assert "## Experts" not in (tmp_path / "four" / "README.md").read_text()
+    few = ("compress", tmp_path / "four", tmp_path / "two", "--method", "reap", "--experts", 2)
+    assert run_cli(*few, "--calibration", tiny_text, *TEXT).code == 0
+    for before in ("four", "two"):
+        more = ("upcycle", tmp_path / before, tmp_path / f"{before}-more", *ADD, "--source", models[1])
+        result = run_cli(*more)
+        assert result.code == 0, result.stderr
+        count = {"four": 4, "two": 2}[before]
+        assert f"made of      {count} × {models[0]}, {models[1]}" in result.stdout
+        assert "## Experts" in (tmp_path / f"{before}-more" / "README.md").read_text()
+
+
 def test_a_record_of_an_older_moetool(run_cli: Any, mixed: Path, models: list[Path], tmp_path: Path) -> None:
     """Its recipe names the sources."""
     old = copy_of(mixed, tmp_path / "old")
