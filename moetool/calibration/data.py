@@ -7,6 +7,7 @@ A source of text is one stream. A `.txt` file is that stream as it stands; the d
 import contextlib
 import glob
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -296,12 +297,28 @@ def _rows(source: str, arguments: Mapping[str, object]) -> Iterator[Mapping[str,
     import datasets
 
     try:
-        yield from datasets.load_dataset(**arguments, streaming=True)
+        with _unlogged("datasets.packaged_modules.parquet.parquet"):  # says what it raises, too
+            yield from datasets.load_dataset(**arguments, streaming=True)
     except Exception as error:  # a builder, a file system and a decoder, each with errors of its own
         advice = "Check the name, its config and split, and the connection, or give a local file."
         if "data_files" in arguments:
             advice = "Is it whole?"
         raise InvalidInputError(f"Cannot read the data {source!r}: {first_line(error)}. {advice}") from error
+
+
+@contextlib.contextmanager
+def _unlogged(name: str) -> Iterator[None]:
+    """Drop what a library's logger of this name is told within."""
+
+    def dropped(_: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger(name)
+    logger.addFilter(dropped)
+    try:
+        yield
+    finally:
+        logger.removeFilter(dropped)
 
 
 def _documents(spec: DataSpec) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """Text to windows: what is read, what is tokenised, what is drawn, and what is refused."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -253,6 +255,20 @@ def test_unreadable(tmp_path: Path, name: str, message: str) -> None:
     write_jsonl(tmp_path / "odd.jsonl", {"id": 5, "body": {"x": 1}})
     with pytest.raises(InvalidInputError, match=message):
         text_of(name.format(tmp=tmp_path))
+
+
+def test_a_damaged_parquet_file_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` writes a line of its own before it raises."""
+    table = pyarrow.table({"text": [f"{number} " * 20 for number in range(500)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[:4000] + b"\xff" * 4000 + whole[8000:])
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
+    with pytest.raises(InvalidInputError, match="Is it whole"):
+        text_of(f"{tmp_path}/a.parquet")
+    assert not caplog.records
 
 
 # Tokenising
