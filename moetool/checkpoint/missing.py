@@ -4,7 +4,17 @@ import json
 import shlex
 from pathlib import Path
 
-from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, PICKLES, SINGLE, UNFINISHED, WORK_DIRECTORY
+from moetool.checkpoint.names import (
+    ADAPTER,
+    BASES,
+    CONFIG,
+    INDEX,
+    MANIFEST,
+    PICKLES,
+    SINGLE,
+    UNFINISHED,
+    WORK_DIRECTORY,
+)
 
 
 def without_config(path: Path) -> str:
@@ -15,6 +25,12 @@ def without_config(path: Path) -> str:
         return f"{path} holds an unfinished run. Finish it: repeat its command with --resume."
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
         return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
+    if (path / MANIFEST).exists() and any(path.glob(BASES)):
+        given = shlex.quote(str(path))
+        return (
+            f"{path} is no model, but the base that fisher-merge made of a model's experts: `moetool decompose MODEL "
+            f"OUTPUT --base {given}` takes it."
+        )
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."

@@ -13,6 +13,7 @@ SINGLE = "model.safetensors"
 MANIFEST = "moetool.json"
 COSTS = "moetool/costs.json"
 CARD = "README.md"
+BASES = "base-[0-9]*.safetensors"  # of layers, that fisher-merge writes
 ADAPTER = "adapter_config.json"  # of peft
 WORK_DIRECTORY = ".moetool"  # of a run that is not finished
 

@@ -476,3 +476,10 @@ def test_attention_that_transformers_cannot_run_is_refused(
     result = run_cli(command, source, *arguments[command])
     assert result.code == 3, result.stderr
     assert "source/config.json describes, or cannot run it: `windowed` was called" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_base_is_told_to_be_one(run_cli: Any, base: Path, command: str) -> None:
+    result = run_cli(command, base)
+    assert result.code == 3
+    assert f"moetool decompose MODEL OUTPUT --base {base}" in result.stderr
