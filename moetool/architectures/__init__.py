@@ -9,7 +9,16 @@ from moetool.architectures.known import BEGINNINGS, KNOWN, check_refused
 from moetool.architectures.shape import ROLES, MoEShape, Role
 from moetool.errors import InvalidInputError
 
-__all__ = ["ROLES", "Architecture", "MoEShape", "Role", "aliases", "beginnings", "find_architecture"]
+__all__ = [
+    "ROLES",
+    "Architecture",
+    "MoEShape",
+    "Role",
+    "aliases",
+    "beginnings",
+    "find_architecture",
+    "names_no_experts",
+]
 
 
 def aliases(config: Mapping[str, object]) -> Mapping[str, str]:
@@ -25,6 +34,12 @@ def beginnings(config: Mapping[str, object]) -> Mapping[str, str]:
     return BEGINNINGS.get(str(config.get("model_type")), {})
 
 
+def names_no_experts(config: Mapping[str, object]) -> bool:
+    """Whether a `config.json` is that of a dense model: it names no experts, and its family has none by default."""
+    has_one = str(config.get("model_type")) in KNOWN and whole_number(config, *EXPERT_KEYS) == 1
+    return not has_one and (experts_told(config) or experts_by_default(config)) is None
+
+
 def find_architecture(config: Mapping[str, object]) -> Architecture:
     """The experts of the model that a `config.json` describes.
 
@@ -33,8 +48,7 @@ def find_architecture(config: Mapping[str, object]) -> Architecture:
             their names on disk are of a kind that moetool does not handle.
     """
     check_refused(config)
-    has_one = str(config.get("model_type")) in KNOWN and whole_number(config, *EXPERT_KEYS) == 1
-    if not has_one and (experts_told(config) or experts_by_default(config)) is None:
+    if names_no_experts(config):
         check_language_is_there(config)
         raise InvalidInputError(
             f"model_type {config.get('model_type')!r} is not an MoE model: its config.json names no experts "

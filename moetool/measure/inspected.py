@@ -225,34 +225,56 @@ class QuantizedBeside(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection(Printed):
-    """Result of `moetool inspect`: family, files, layers and storage of a checkpoint.
+class ModelInspection(Printed):
+    """What `moetool inspect` says of every model: family, sizes and files.
 
     Attributes:
         path: as it was given.
-        model_type, architecture, router_rule: the family.
+        model_type, architecture: the family.
         layers, moe_layers: decoder layers, if `config.json` counts them, and those with experts.
-        experts, top_k, hidden_size, intermediate_size, dtype: of these.
+        experts: of these layers; 0 of a dense model.
+        hidden_size, intermediate_size, dtype: of their networks; sizes are `None` where the family is not known.
         parameters: of the model that it stands for.
         files: what it takes on disk.
-        moe: how its experts are stored.
-        beside: what else is quantized, if something is.
-        analysis: what they are like, if that was asked for.
     """
 
     path: str
     model_type: str
     architecture: str
-    router_rule: str
     layers: int | None
     moe_layers: int
     experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    hidden_size: int | None
+    intermediate_size: int | None
     dtype: str
     parameters: ParameterCounts
     files: Files
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseInspection(ModelInspection):
+    """Result of `moetool inspect` of a dense model.
+
+    Attributes:
+        commands: those that take it.
+    """
+
+    commands: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection(ModelInspection):
+    """Result of `moetool inspect` of a model with experts.
+
+    Attributes:
+        router_rule, top_k: of its layers with experts.
+        moe: how its experts are stored.
+        beside: what else is quantized, if something is.
+        analysis: what they are like, if that was asked for.
+    """
+
+    router_rule: str
+    top_k: int
     moe: StoredLayers | Masks
     beside: QuantizedBeside | None = None
     analysis: Analysis | None = None

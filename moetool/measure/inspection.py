@@ -7,6 +7,8 @@ from typing import Literal, cast
 
 import torch
 
+from moetool.architectures import names_no_experts
+from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.decoded import quantized_tensors
@@ -25,6 +27,7 @@ from moetool.job.job import Source
 from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.inspected import (
+    DenseInspection,
     Files,
     Inspection,
     MaskedLayer,
@@ -38,13 +41,14 @@ from moetool.measure.inspected import (
 from moetool.numerics.hard_concrete import median_gate
 from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
+from moetool.runtime.dense import DenseModel
 
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
-    """Inspect a checkpoint, for `moetool inspect`.
+    """Inspect a checkpoint with experts.
 
     Raises:
-        InvalidInputError: it cannot be read.
+        InvalidInputError: it cannot be read, or has none.
     """
     checkpoint = open_for_planning(path)
     if is_opaque(checkpoint.config):
@@ -75,6 +79,33 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
             moe=[_layer(reader, layer, manifest) for layer in reader.moe_layers],
         ),
         beside=_beside(checkpoint),
+    )
+
+
+def inspect_model(path: str | Path) -> Inspection | DenseInspection:
+    """Inspect a checkpoint, or what is known of a dense model. Raises as `inspect_checkpoint`."""
+    checkpoint = open_for_planning(path)
+    if custom_module(checkpoint.config) is not None or not names_no_experts(checkpoint.config):
+        return inspect_checkpoint(path)
+    if not checkpoint.is_imagined:
+        check_sizes(checkpoint)
+    try:
+        dense = DenseModel(checkpoint, may_lie_within=True)
+    except InvalidInputError:  # no family that moetool converts: what config.json says in the common words
+        dense = None
+    config, total = checkpoint.config, sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return DenseInspection(
+        path=str(path),
+        model_type=str(config.get("model_type")),
+        architecture=str(config.get("model_type")) if dense is None else dense.architecture.name,
+        layers=whole_number(config, "num_hidden_layers") if dense is None else dense.layers,
+        moe_layers=0,
+        experts=0,
+        hidden_size=whole_number(config, "hidden_size") if dense is None else dense.hidden,
+        intermediate_size=whole_number(config, "intermediate_size") if dense is None else dense.intermediate,
+        dtype=str(checkpoint.main_dtype if dense is None else dense.dtype).removeprefix("torch."),
+        parameters=ParameterCounts(total=total, active=total, stored=total, added=0),
+        files=_files(checkpoint, checkpoint.weight_bytes, manifest_of(checkpoint.path)),
     )
 
 

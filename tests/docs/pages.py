@@ -105,6 +105,7 @@ RUN_FOR_JSON = [
         *("--text", "TEXT.txt,held-out.txt", "--windows", "4", "--sequence-length", "32"),
     ],
     ["inspect", "config-alone"],
+    ["inspect", "demo/dense"],
     ["inspect", "THEIRS.gguf"],
     ["report", "THEIRS.gguf", "theirs.html", "--against", "THEIRS.gguf"],
     ["compress", "THEIRS.gguf", "x", "--method", "quantize", "--bits", "4", "--dry-run"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import (
     COMMAND_LINE,
+    change_config,
     change_tensors,
     config_of,
     contents,
@@ -134,6 +135,30 @@ def test_inspect_counts(request, run_cli, which):
     infos = read_header(path / "model.safetensors").tensors.values()
     assert told["parameters"]["stored"] == sum(math.prod(info.shape) for info in infos)
     assert [layer["layer"] for layer in told["moe"]] == [0, 1, 2]
+
+
+def test_inspect_of_a_dense_model(run_cli, dense):
+    path = dense("llama")
+    told = run_cli("inspect", path, "--json").json
+    assert (told["architecture"], told["layers"], told["moe_layers"], told["experts"]) == ("Llama", 3, 0, 0)
+    assert (told["hidden_size"], told["intermediate_size"], told["dtype"]) == (32, 48, "float32")
+    assert told["parameters"]["total"] == sum(parameter.numel() for parameter in load(path).parameters())
+    assert told["bytes"] == weight_bytes(path)
+    assert {"upcycle", "moefy", "tune", "export --format gguf", "eval", "verify"} <= set(told["commands"])
+    shown = run_cli("inspect", path)
+    assert "width         hidden 32, intermediate 48, float32" in shown.stdout
+    assert f"next: moetool upcycle {path}" in shown.stderr
+    assert "--analysis is of experts" in run_cli("inspect", path, "--analysis").stderr
+    encoder = run_cli("inspect", dense("bert"), "--json").json["commands"]
+    assert "moefy" in encoder
+    assert not {"tune", "generate"} & set(encoder)
+
+
+def test_inspect_of_a_damaged_dense_model_is_refused(run_cli, dense, tmp_path):
+    broken = change_config(copy_of(dense("llama"), tmp_path / "broken"), intermediate_size=64)
+    result = run_cli("inspect", broken)
+    assert result.code == 3
+    assert "config.json promises" in result.stderr
 
 
 @pytest.mark.parametrize(("options", "kind"), [(("--ratio", 0.35), "low-rank"), (("--rank", 32), "dense")])

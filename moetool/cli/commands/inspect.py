@@ -8,17 +8,37 @@ from typing import Annotated
 import typer
 
 from moetool.architectures import ROLES, Role
+from moetool.architectures.dense import is_encoder
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
+from moetool.cli.choosing import CHOICES
 from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError
+from moetool.job.blueprint import open_for_planning
 from moetool.measure.analysis import AnalysisOptions, analyse
-from moetool.measure.inspected import Analysis, Inspection, MaskedLayer, Masks, SharedBase, Similarity, StoredLayers
-from moetool.measure.inspection import inspect_checkpoint
+from moetool.measure.inspected import (
+    Analysis,
+    DenseInspection,
+    Inspection,
+    MaskedLayer,
+    Masks,
+    SharedBase,
+    Similarity,
+    StoredLayers,
+)
+from moetool.measure.inspection import inspect_model
 from moetool.measure.plots import pictured, plot_analysis
 from moetool.representations import describe, parse_representation
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
+from moetool.stages import stages
+
+# Commands that make something else of a dense model, and a stage that says whether it can be opened.
+_CONVERTING = {
+    **{name: CHOICES[name][1] for name in ("upcycle", "moefy")},
+    "tune": "tune",
+    "export --format gguf": "gguf",
+}
 
 
 @builder(AnalysisOptions)
@@ -40,8 +60,12 @@ def build(
         raise UsageError("--plot draws what --analysis finds: give both.")
     if log_json is not None and not analysis:
         raise UsageError("--log-json tells how far --analysis is: give both.")
-    result = inspect_checkpoint(model)
-    if analysis:
+    result = inspect_model(model)
+    if isinstance(result, DenseInspection):
+        if analysis:
+            raise UsageError(f"--analysis is of experts, and {model} is a dense model. Leave it out.")
+        result = replace(result, commands=_taken_by(model))
+    elif analysis:
         with watched(log_json, "inspect", [model], options.model_dump(mode="json")) as (display, ended):
             found = pictured(plot, lambda: analyse(model, options, display), plot_analysis)
             result = replace(result, analysis=found)
@@ -50,6 +74,11 @@ def build(
         print_json(result.to_json())
         return
     _print(result)
+    if isinstance(result, DenseInspection):
+        taken = "upcycle" in result.commands
+        made = ("upcycle", model, next_step.here(model, "moe"), "--dry-run") if taken else ("report", model)
+        next_step.tell(next_step.line(*made))
+        return
     if result.analysis is not None:
         _print_analysis(result.analysis)
     if result.files.recipe is not None or result.files.ratio:
@@ -59,7 +88,20 @@ def build(
         next_step.tell(next_step.line("compress", model, smaller, "--method", "quantize", "--bits", "4", "--dry-run"))
 
 
-def _print(result: Inspection) -> None:
+def _taken_by(model: str) -> list[str]:
+    """Commands that take a dense model: of those that convert, which do is tried by its headers."""
+    checkpoint, known, found = open_for_planning(model), stages(), list[str]()
+    for command, stage in _CONVERTING.items():
+        try:
+            known[stage].opened(checkpoint)
+        except MoetoolError:
+            continue
+        found.append(command)
+    decodes = found and not is_encoder(checkpoint.config)
+    return [*found, *(("eval", "bench", "generate", "chat", "serve") if decodes else ()), "report", "verify"]
+
+
+def _print(result: Inspection | DenseInspection) -> None:
     counts, stored = result.parameters, result.files
     files = "in 1 file" if stored.files == 1 else f"in {stored.files} files"
     if stored.gguf_bytes is not None:
@@ -68,6 +110,16 @@ def _print(result: Inspection) -> None:
         files = "by config.json alone: there are no weight files"
     change = f", {format_change(stored.ratio)}" if stored.ratio else ""
     by_another = "" if stored.stored_as is None else f", stored in {stored.stored_as}"
+    layers = [] if result.layers is None else [("layers", str(result.layers))]
+    widths = {"hidden": result.hidden_size, "intermediate": result.intermediate_size}
+    width = ", ".join(f"{name} {size}" for name, size in widths.items() if size is not None)
+    held = ("bytes", f"{format_bytes(stored.bytes)} {files}{by_another}{change}")
+    if isinstance(result, DenseInspection):
+        fields = [("model", result.path), ("architecture", f"{result.architecture}, dense"), *layers]
+        fields += [("width", f"{width}, {result.dtype}" if width else result.dtype)]
+        fields += [("parameters", f"{counts.total:,}"), held, ("taken by", ", ".join(result.commands))]
+        print_fields(fields)
+        return
     beside = []
     if (found := result.beside) is not None:
         said = f"{found.modules} projections and embeddings in 8 bits, {format_bytes(found.bytes)} of these"
@@ -82,10 +134,10 @@ def _print(result: Inspection) -> None:
             ("architecture", f"{result.architecture} ({result.router_rule})"),
             ("layers", f"{result.layers}, of which {result.moe_layers} with experts"),
             ("experts", f"{result.experts}, top-{result.top_k}, {result.dtype}"),
-            ("width", f"hidden {result.hidden_size}, intermediate {result.intermediate_size}"),
+            ("width", width),
             ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
             ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
-            ("bytes", f"{format_bytes(stored.bytes)} {files}{by_another}{change}"),
+            held,
             *beside,
             *density,
         ]
