@@ -116,11 +116,13 @@ def _keep_to_context(model: Any, context: int | None) -> None:
     model.generate = checked
 
 
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
     """What was wrong with a request, as OpenAI's API says it."""
     status, told = 400, str(error)
     if isinstance(error, HTTPException):
         status, told = error.status_code, error.detail
     elif isinstance(error, RequestValidationError):
         told = f"The body is not a JSON object: {error.errors()[0]['msg']}."
+        if "json" not in (sent := request.headers.get("content-type", "no type")):
+            told = f"The body is sent as {sent}. Send it as JSON: curl -H 'Content-Type: application/json' …"
     return JSONResponse({"error": {"message": told, "type": "invalid_request_error"}}, status_code=status)

@@ -33,10 +33,10 @@ def serving(model: Path) -> Iterator[Ask]:
     thread = threading.Thread(target=server.run)
     thread.start()
 
-    def ask(route: str, *, raw: str | None = None, **body: object) -> tuple[int, Any]:
+    def ask(route: str, *, raw: str | None = None, sent: str = "application/json", **body: object) -> tuple[int, Any]:
         text = raw or (json.dumps(body) if body else None)
         data = None if text is None else text.encode()
-        request = urllib.request.Request(f"http://{server.address}{route}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"http://{server.address}{route}", data, {"Content-Type": sent})
         try:
             with NO_PROXY.open(request) as answer:
                 status, told = answer.status, answer.read().decode()
@@ -113,6 +113,13 @@ def test_a_body_that_is_no_object(ask: Ask) -> None:
     status, answer = ask("/v1/completions", raw="[1, 2]")
     assert status == 400
     assert answer["error"]["message"].startswith("The body is not a JSON object")
+
+
+def test_a_body_that_is_sent_as_something_else(ask: Ask) -> None:
+    """As curl does unless it is told."""
+    status, answer = ask("/v1/completions", prompt=PROMPT, sent="application/x-www-form-urlencoded")
+    assert status == 400
+    assert "Content-Type: application/json" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("route", ["/reset", "/load_model", "/v1/audio/transcriptions"])
