@@ -13,7 +13,9 @@ from moetool.convert.parts import Customized, Made
 from moetool.errors import UsageError
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, SECOND, MoefiedSpec, SelectorKind
+from moetool.moefy.statistics import SampledNetwork
 from moetool.numerics.balanced_kmeans import balanced_kmeans
+from moetool.numerics.seeding import generator
 from moetool.runtime.dense import DenseModel
 
 # Tensors that a layer gains: what of its plan each is, and its dtype, `None` for that of the FFNs.
@@ -23,6 +25,9 @@ _FOUND: Mapping[str, tuple[str, torch.dtype | None]] = {
     SECOND: ("second", None),
     ORDER: ("ranking", torch.int64),
 }
+
+# Neurons are told apart by what they contribute to so many tokens at most, in a projection to so many numbers.
+CLUSTERED_TOKENS, DIRECTIONS = 8192, 512
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,36 @@ def check_experts(experts: int, intermediate: int) -> None:
         )
 
 
-def clustered_order(dense: DenseModel, layer: int, experts: int, seed: int) -> Tensor:
-    """Neurons `[intermediate]` by balanced k-means on their normalised input weights, gate and up side by side."""
+def order_by_weights(dense: DenseModel, layer: int, experts: int, seed: int) -> Tensor:
+    """Neurons `[intermediate]`, expert by expert, by balanced k-means on their normalised input weights, gate and up
+    side by side (MoEfication, §3.2)."""
     roles: list[Role] = [role for role in dense.architecture.roles if role != "down"]
     rows = torch.cat([dense.matrix(layer, role).float() for role in roles], dim=1)
     rows /= rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return balanced_kmeans(rows, experts, seed=seed + layer).argsort(stable=True)
+
+
+def order_by_activations(network: SampledNetwork, centre: Tensor, layer: int, experts: int, seed: int) -> Tensor:
+    """Neurons `[intermediate]`, expert by expert, by balanced k-means on what they contribute to tokens.
+
+    A neuron is the vector of `√(|a − r| ‖w‖)` over the sampled tokens, w what it writes into the output: neurons that
+    are close are left out of the same tokens at the same loss, so that little is computed for the sake of others. The
+    root keeps a few tokens with huge activations from deciding alone. Distances are those of a random projection.
+
+    Args:
+        network: the layer's, with a sample of the text.
+        centre: `[intermediate]`, r.
+        layer: its number, part of the seed.
+        experts: how many.
+        seed: of the projection and of the first centres.
+    """
+    stream, device = generator(seed, "clusters", layer), network.device
+    centre, norms = centre.to(device), network.output_norms()
+    rows = torch.zeros(len(centre), DIRECTIONS, device=device)
+    every = -(-len(network.inputs) // CLUSTERED_TOKENS)
+    for activations in network.activations(every):
+        contributed = ((activations.float() - centre).abs() * norms).sqrt()
+        rows += contributed.T @ torch.randn(len(activations), DIRECTIONS, generator=stream).to(device)
     return balanced_kmeans(rows, experts, seed=seed + layer).argsort(stable=True)
 
 

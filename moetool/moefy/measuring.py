@@ -18,7 +18,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
-from moetool.moefy.clusters import LayerPlan, clustered_order
+from moetool.moefy.clusters import LayerPlan, order_by_activations, order_by_weights
 from moetool.moefy.selector import needed_tokens
 from moetool.moefy.settling import Settling
 from moetool.moefy.statistics import NeuronStatistics, SampledNetwork
@@ -90,7 +90,7 @@ class NeuronMeasuring:
         return self._calibrated.facts
 
     def _forward_through(self, layers: Sequence[int]) -> None:
-        job, options = self._job, self._settling.options
+        job = self._job
         job.meet()
         due = [layer for layer in layers if not job.workspace.is_done(f"{_SETTLED}/{layer}")]
         passing = self._calibrated.forward_pass(self._forward, due)
@@ -100,9 +100,8 @@ class NeuronMeasuring:
             for group in groups:
                 passing.through(group[-1])
                 for index in job.share(_SETTLED, dict.fromkeys(group, 1.0), dict.fromkeys(group, 1)):
-                    order = clustered_order(self._dense, index, options.experts, options.seed)
                     with self._calibrated.model.layer(index) as layer:
-                        self._settle(index, layer, order)
+                        self._settle(index, layer)
                     files = LayerFiles(job.work, index)
                     job.finish(f"{_SETTLED}/{index}", made=files.settled, spent=[files.inputs, files.sums])
                     job.progress.advance()
@@ -145,11 +144,20 @@ class NeuronMeasuring:
         model = self._calibrated.model
         return ActivationFile(LayerFiles(self._job.work, index).inputs, (count, 1, self._dense.hidden), model.dtype)
 
-    def _settle(self, index: int, layer: nn.Module, order: Tensor) -> None:
-        """Everything that is to be known of one loaded layer, into its files."""
+    def _settle(self, index: int, layer: nn.Module, order: Tensor | None = None) -> None:
+        """Everything that is to be known of one loaded layer, into its files. Neurons without an `order` are clustered."""
         files, count = LayerFiles(self._job.work, index), min(self._settling.options.selector_tokens, self._tokens)
         inputs = self._inputs(index, count).read(0, count)[:, 0].to(self._calibrated.model.device)
         network = SampledNetwork(layer, self._dense.architecture, inputs)
-        tensors, told = self._settling.settled(index, network, load_file(files.sums)["mean"], order)
+        mean = load_file(files.sums)["mean"]
+        if order is None:
+            order = self._clustered(index, network, mean)
+        tensors, told = self._settling.settled(index, network, mean, order)
         save_tensors(files.settled[0], tensors)
         write_json(files.settled[1], told)
+
+    def _clustered(self, index: int, network: SampledNetwork, mean: Tensor) -> Tensor:
+        options = self._settling.options
+        if options.clusters == "weights":
+            return order_by_weights(self._dense, index, options.experts, options.seed)
+        return order_by_activations(network, self._settling.centre(mean), index, options.experts, options.seed)

@@ -8,6 +8,8 @@ from moetool.checkpoint.sizes import Part
 from moetool.convert.stage import ConversionOptions
 from moetool.job.options import TEXTS
 
+Clusters = Literal["activations", "weights"]
+
 
 class MoefyOptions(ConversionOptions):
     """Options of moefying: how neurons are split into experts, and which are computed."""
@@ -15,6 +17,10 @@ class MoefyOptions(ConversionOptions):
     experts: int = Field(64, ge=2, description="Experts per layer, each the same number of neurons.")
     keep: Part = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
     layers: str = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
+    clusters: Clusters = Field(
+        "activations", description="Which neurons make an expert: those that matter to the same tokens of the text, or "
+        "those of like weights as published."
+    )  # fmt: skip
     selector: Literal["mlp", "oracle", "random"] = Field(
         "mlp", description="What chooses: a small trained network, the true scores (no faster, for comparison), or "
         "chance, once for all tokens."

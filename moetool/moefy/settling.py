@@ -43,7 +43,7 @@ class Settling:
             order: `[intermediate]` int64, neurons expert by expert.
         """
         options, ordered = self.options, mean[order].float()
-        tensors = {"order": order, "centre": ordered if self.keeps_means else torch.zeros_like(ordered)}
+        tensors = {"order": order, "centre": self.centre(mean)[order]}
         scores, told = self._scores(network, tensors, ordered)
         if self.selector == "mlp":
             told |= self._learn(index, network, tensors, ordered, scores)
@@ -54,6 +54,10 @@ class Settling:
             tensors["ranking"] = ranking
             told["captured"] = round(captured_share(scores[:, ranking[: self._chosen]], scores), 6)
         return tensors, told
+
+    def centre(self, mean: Tensor) -> Tensor:
+        """Representative values `[intermediate]` fp32, as they are at first, given mean activations."""
+        return mean.float() if self.keeps_means else torch.zeros_like(mean, dtype=torch.float32)
 
     @property
     def _chosen(self) -> int:

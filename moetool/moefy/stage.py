@@ -26,9 +26,17 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import text_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json
-from moetool.moefy.clusters import LayerPlan, Moefied, check_experts, chosen_experts, flops
+from moetool.moefy.clusters import (
+    CLUSTERED_TOKENS,
+    DIRECTIONS,
+    LayerPlan,
+    Moefied,
+    check_experts,
+    chosen_experts,
+    flops,
+)
 from moetool.moefy.measuring import LayerFiles, NeuronMeasuring
-from moetool.moefy.options import MoefyOptions
+from moetool.moefy.options import Clusters, MoefyOptions
 from moetool.moefy.selector import needed_tokens
 from moetool.moefy.settling import Settling
 from moetool.moefy.statistics import CHUNK
@@ -126,9 +134,11 @@ class Moefy(Conversion[MoefyOptions]):
         options, dense = self.options, self.dense
         cost = CalibrationCost(options.samples, options.sequence_length, 4)
         tokens, epochs = self._sampled_tokens, options.epochs if self._selector == "mlp" else 0
-        return neuron_phases(
-            cost, dense, self._layers, tokens, options.experts, epochs, gradients=options.baseline == "snip"
-        )
+        return neuron_phases(cost, dense, self._layers, tokens, options.experts, epochs, self._clusters)
+
+    @property
+    def _clusters(self) -> Clusters | None:
+        return None if self.options.baseline == "snip" else self.options.clusters
 
     @property
     def _sampled_tokens(self) -> int:
@@ -145,7 +155,7 @@ class Moefy(Conversion[MoefyOptions]):
     def _memory_bytes(self) -> int:
         options, dense, tokens = self.options, self.dense, self._sampled_tokens
         sampled = 4 * tokens * (3 * dense.hidden + 2 * options.experts) + 4 * 4 * CHUNK * dense.intermediate
-        clustering = 3 * 4 * dense.intermediate * 2 * dense.hidden
+        clustering = 3 * 4 * dense.intermediate * _told_apart(dense, self._clusters)
         return super()._memory_bytes() + sampled + clustering
 
     def provenance(self) -> Provenance:
@@ -203,8 +213,7 @@ def neuron_phases(
     tokens: int,
     experts: int,
     epochs: int,
-    *,
-    gradients: bool,
+    clusters: Clusters | None,
 ) -> Phases:
     """A text through a dense model, to put neurons into experts and to train what chooses them.
 
@@ -215,27 +224,41 @@ def neuron_phases(
         tokens: that selectors are trained on.
         experts: per layer.
         epochs: of a selector's training; 0 where there is none.
-        gradients: whether neurons are ranked by these, and put in no clusters.
+        clusters: how neurons are put into experts; `None` where gradients rank them.
     """
     size = dense_size(dense)
     width = dense.hidden * (len(dense.architecture.roles) - 1)
     sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
     learnt = (_selector_work(tokens, dense.hidden, width, dense.intermediate, experts, epochs) + sampled) * len(layers)
-    if not gradients:
-        clustered = _clustering_work(dense.intermediate, width, experts) * len(layers)
+    if clusters is not None:
+        clustered = _clustering_work(dense.intermediate, _told_apart(dense, clusters), experts)
+        if clusters == "activations":
+            clustered += _seen_work(min(tokens, CLUSTERED_TOKENS), width, dense.intermediate, DIRECTIONS)
         run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
-        return (Phase(FORWARD, run + loading(size) + clustered + learnt),)
+        return (Phase(FORWARD, run + loading(size) + clustered * len(layers) + learnt),)
     forward = calibration_forward(cost, size, size.layers)
     return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
 
 
+def _told_apart(dense: DenseModel, clusters: Clusters | None) -> int:
+    """How many numbers tell the neurons of a network apart, where they are clustered."""
+    if clusters == "weights":
+        return dense.hidden * (len(dense.architecture.roles) - 1)
+    return 0 if clusters is None else DIRECTIONS
+
+
 def _clustering_work(neurons: int, width: int, clusters: int) -> Work:
-    """Balanced k-means of the neurons of one network by their weights `[neurons, width]`."""
+    """Balanced k-means of the neurons of one network by so many numbers of each, `[neurons, width]`."""
     steps = COEFFICIENTS.kmeans_steps
     return Work(
         products={"float32": steps * neurons * width * clusters},
         moved=steps * 24 * neurons * width,
     )
+
+
+def _seen_work(tokens: int, width: int, neurons: int, directions: int = 0) -> Work:
+    """What the neurons `[neurons, width]` of one network do with tokens, projected to so many numbers."""
+    return Work(products={"float32": tokens * neurons * (width + directions)}, moved=60 * tokens * neurons)
 
 
 def _selector_work(tokens: int, hidden: int, width: int, neurons: int, experts: int, epochs: int) -> Work:
@@ -245,9 +268,7 @@ def _selector_work(tokens: int, hidden: int, width: int, neurons: int, experts: 
     batches = epochs * -(-tokens // 512)
     network = 3 * epochs * tokens * experts * (hidden + experts)
     return Work(
-        products={"float32": network + passes * tokens * width * neurons},
-        moved=passes * 60 * tokens * neurons
-        + epochs * tokens * (100 * hidden + 1000 * experts)
-        + batches * 48 * experts * hidden,
+        products={"float32": network},
+        moved=epochs * tokens * (100 * hidden + 1000 * experts) + batches * 48 * experts * hidden,
         calls=COEFFICIENTS.judged_calls * (batches + epochs),
-    )
+    ) + _seen_work(passes * tokens, width, neurons)

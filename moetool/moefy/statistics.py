@@ -124,8 +124,9 @@ class SampledNetwork:
         return self._down.weight.device
 
     @torch.no_grad()
-    def activations(self) -> Iterator[Tensor]:
-        """Activations `[up to CHUNK, intermediate]` on the sample, computed anew, one part after the other."""
+    def activations(self, every: int = 1) -> Iterator[Tensor]:
+        """Activations `[up to CHUNK, intermediate]` on the sample, or on one of `every` so many of its tokens, computed
+        anew, one part after the other."""
         found: list[Tensor] = []
 
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> NoReturn:
@@ -134,7 +135,7 @@ class SampledNetwork:
 
         handle = self._down.register_forward_pre_hook(see)
         try:
-            for rows in self.inputs.split(CHUNK):
+            for rows in self.inputs[::every].split(CHUNK):
                 with suppress(_SeenError):
                     self._run(rows[None])
                 yield found.pop()
@@ -154,6 +155,11 @@ class SampledNetwork:
         """Weights `[intermediate, hidden]` that meet the input: the gate's, of a network that has one."""
         weight = self._up.weight.t() if self._architecture.is_transposed else self._up.weight
         return weight[: size_of(self._down)[1]]
+
+    @torch.no_grad()
+    def output_norms(self) -> Tensor:
+        """`[intermediate]` fp32, the norm of what each neuron writes into the output."""
+        return self._down.weight.float().norm(dim=1 if self._architecture.is_transposed else 0)
 
 
 class _SeenError(Exception):

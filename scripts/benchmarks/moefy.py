@@ -5,8 +5,9 @@
 MODEL is dense, a decoder or an encoder (pseudo-perplexity). Nothing is trained but the selectors. `random` and `SNIP`
 keep the representative values of what they leave out, as in Table 3 of G-MoEfication; the oracle knows every expert's
 true contribution and is no faster than the dense model. A seed decides clusters, calibration windows, selectors and
-what is random. moetool's default is G-MoEfication but for the representative values, which are means over the tokens
-that leave a neuron out (at 50 % here), not over all; the oracle's are over all.
+what is random. moetool's default differs from G-MoEfication in two points: experts are made of neurons that matter to
+the same tokens, and representative values are means over the tokens that leave a neuron out (at 50 % here). All other
+rows have experts of like weights, and the oracle's values are means over all tokens.
 """
 
 import argparse
@@ -32,11 +33,11 @@ from moetool.stages import stages
 KEEP = (0.35, 0.5, 0.75, 0.85)
 METHODS: dict[str, tuple[str, dict[str, str]]] = {
     "moetool's default": ("g-moefication", {}),
-    "G-MoEfication": ("g-moefication", {"representative": "mean"}),
-    "MoEfication": ("moefication", {}),
-    "random + representative values": ("g-moefication", {"selector": "random"}),
+    "G-MoEfication": ("g-moefication", {"clusters": "weights", "representative": "mean"}),
+    "MoEfication": ("moefication", {"clusters": "weights"}),
+    "random + representative values": ("g-moefication", {"clusters": "weights", "selector": "random"}),
     "SNIP + representative values": ("g-moefication", {"baseline": "snip"}),
-    "oracle": ("g-moefication", {"selector": "oracle"}),
+    "oracle": ("g-moefication", {"clusters": "weights", "selector": "oracle"}),
 }
 
 

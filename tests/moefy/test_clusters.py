@@ -1,7 +1,7 @@
 """Neurons into experts: the tensors of a moefied checkpoint, and what it costs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from upcycled import open_dense, save_dense, write_made
 import moetool  # noqa: F401  (makes transformers load its checkpoints)
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
+from moetool.moefy import clusters
 from moetool.moefy.clusters import (
     LayerPlan,
     Moefied,
     check_experts,
     chosen_experts,
-    clustered_order,
     flops,
+    order_by_activations,
+    order_by_weights,
 )
 from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
@@ -85,11 +87,11 @@ def loaded(path: Path) -> Any:
 @pytest.mark.parametrize("experts", [2, 8])
 def test_an_order_holds_every_neuron_once(opened: Any, family: str, experts: int) -> None:
     dense = opened(family)
-    order = clustered_order(dense, 1, experts, 0)
+    order = order_by_weights(dense, 1, experts, 0)
     assert order.dtype == torch.int64
     assert order.sort().values.equal(torch.arange(dense.intermediate))
-    assert order.equal(clustered_order(dense, 1, experts, 0))
-    assert not order.equal(clustered_order(dense, 2, experts, 0))
+    assert order.equal(order_by_weights(dense, 1, experts, 0))
+    assert not order.equal(order_by_weights(dense, 2, experts, 0))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "bert"])
@@ -108,9 +110,62 @@ def test_neurons_that_point_the_same_way_are_together(
         return lengths * ways[members if "gate" not in dense.architecture.roles else 2 + members % 2]
 
     monkeypatch.setattr(DenseModel, "matrix", matrix)
-    found = members[clustered_order(dense, 0, 4, 0)].view(4, -1)
+    found = members[order_by_weights(dense, 0, 4, 0)].view(4, -1)
     assert (found == found[:, :1]).all()
     assert sorted(found[:, 0].tolist()) == [0, 1, 2, 3]
+
+
+class Contributing:
+    """Stands for a network whose neurons have given activations `[tokens, neurons]` and norms of what they write."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, activations: Tensor, norms: Tensor) -> None:
+        self.inputs, self._activations, self._norms = activations, activations, norms
+
+    def activations(self, every: int = 1) -> Iterator[Tensor]:
+        yield from self._activations[::every].split(100)
+
+    def output_norms(self) -> Tensor:
+        return self._norms
+
+
+def planted(tokens: int = 700, groups: int = 4, each: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Activations, norms, centre and the group of every neuron. Each token needs one group of neurons, whose signs and
+    norms are no matter."""
+    stream = torch.Generator().manual_seed(0)
+    members = torch.randperm(groups * each, generator=stream) % groups
+    norms = 10 ** (3 * torch.rand(groups * each, generator=stream))
+    needed = torch.randint(groups, (tokens, 1), generator=stream) == members
+    signs = torch.randn(tokens, groups * each, generator=stream).sign()
+    centre = 30 * torch.randn(groups * each, generator=stream)
+    return centre + signs * (0.1 + 3.0 * needed) / norms, norms, centre, members
+
+
+def test_neurons_that_matter_to_the_same_tokens_are_together() -> None:
+    activations, norms, centre, members = planted()
+    network: Any = Contributing(activations, norms)
+    order = order_by_activations(network, centre, 1, 4, 0)
+    assert order.sort().values.equal(torch.arange(len(members)))
+    found = members[order].view(4, -1)
+    assert (found == found[:, :1]).all()
+    assert order.equal(order_by_activations(network, centre, 1, 4, 0))
+    # Without the representative values, or without norms, these are no longer the groups.
+    plain: Any = Contributing(activations, torch.ones_like(norms))
+    for other, values in ((network, torch.zeros_like(centre)), (plain, centre)):
+        mixed = members[order_by_activations(other, values, 1, 4, 0)].view(4, -1)
+        assert not (mixed == mixed[:, :1]).all()
+
+
+def test_neurons_are_told_apart_on_a_part_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every third token of 700 where 300 are taken at most: the others may be anything."""
+    monkeypatch.setattr(clusters, "CLUSTERED_TOKENS", 300)
+    activations, norms, centre, members = planted()
+    spoilt = activations.clone()
+    spoilt[1::3], spoilt[2::3] = torch.inf, torch.nan
+    network: Any = Contributing(spoilt, norms)
+    found = members[order_by_activations(network, centre, 1, 4, 0)].view(4, -1)
+    assert (found == found[:, :1]).all()
 
 
 # -- tensors

@@ -19,7 +19,7 @@ from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 
-FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "falcon", "gpt_bigcode", "opt", "bert"]
+FAMILIES = ["gpt2", "llama", "llama-mlp-bias", "phi3", "gpt_neox", "falcon", "gpt_bigcode", "opt", "bert"]
 WINDOWS, LENGTH, MOST = 7, 20, 45
 LAYERS = 3
 
@@ -106,6 +106,8 @@ def test_means_and_samples_are_those_of_the_whole_model(opened: Any, sweep: Any,
             torch.testing.assert_close(network.inputs, inputs, rtol=1e-6, atol=1e-8)
             found = torch.cat(list(network.activations()))
             torch.testing.assert_close(found, activations[taken], rtol=1e-6, atol=1e-8)
+            norms = dense.matrix(index, "down").double().norm(dim=0)
+            torch.testing.assert_close(network.output_norms().double(), norms, rtol=1e-6, atol=0)
             assert network.input_rows().equal(
                 dense.matrix(index, "gate" if "gate" in dense.architecture.roles else "up").double()
             )
@@ -171,6 +173,8 @@ def test_activations_come_in_parts(opened: Any, sweep: Any) -> None:
         rows = torch.randn(tokens, dense.hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         network = SampledNetwork(layer, dense.architecture, rows)
         assert [len(part) for part in network.activations()] == [CHUNK, CHUNK, 5]
+        some = torch.cat(list(network.activations(3)))
+        torch.testing.assert_close(some, torch.cat(list(network.activations()))[::3], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("cut", [0, 7, 60])
