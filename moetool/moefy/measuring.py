@@ -145,7 +145,7 @@ class NeuronMeasuring:
         return ActivationFile(LayerFiles(self._job.work, index).inputs, (count, 1, self._dense.hidden), model.dtype)
 
     def _settle(self, index: int, layer: nn.Module, order: Tensor | None = None) -> None:
-        """Everything that is to be known of one loaded layer, into its files. Neurons without an `order` are clustered."""
+        """Everything that is to be known of one loaded layer, into its files. Without an `order`, cluster neurons."""
         files, count = LayerFiles(self._job.work, index), min(self._settling.options.selector_tokens, self._tokens)
         inputs = self._inputs(index, count).read(0, count)[:, 0].to(self._calibrated.model.device)
         network = SampledNetwork(layer, self._dense.architecture, inputs)

@@ -8,7 +8,7 @@ embeddings, is one constant vector. Names on disk are in `format/kinds/moefied.p
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,28 @@ from moetool.runtime.modules.offloading import below, loaded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Up to how many tokens per expert kernels read the experts of every token where they lie (on a card without them, all
-# are computed, which waits for nothing). When it pays to run experts one after the other, each on its own tokens,
-# instead of all of them on all tokens: from how many tokens per expert on, and up to what share of the experts. And up
-# to what share of the experts, used by any of the tokens, it pays to leave out the others. As measured with
-# scripts/benchmarks/moefied.py, in 32 and in 16 bits.
-_RULES = {torch.float32: (12, 4, 1.0, 1.0), torch.float64: (12, 4, 1.0, 1.0)}
-_RULE_IN_16_BITS = (3, 64, 0.5, 0.5)
+
+class _Rule(NamedTuple):
+    """When which way to compute what tokens have selected is the fastest, as measured with
+    scripts/benchmarks/moefied.py.
+
+    Attributes:
+        few: tokens per expert up to which kernels read the experts of every token where they lie (on a card without
+            them, all are computed, which waits for nothing).
+        tokens, neurons, kept: tokens and neurons per expert from which on, and share of the experts up to which, it
+            pays to run experts one after the other, each on its own tokens, instead of all of them on all tokens.
+        used: share of the experts, used by any of the tokens, up to which it pays to leave out the others.
+    """
+
+    few: int
+    tokens: int
+    neurons: int
+    kept: float
+    used: float
+
+
+_RULES = dict.fromkeys((torch.float32, torch.float64), _Rule(few=12, tokens=4, neurons=1, kept=1.0, used=1.0))
+_RULE_IN_16_BITS = _Rule(few=3, tokens=64, neurons=128, kept=0.5, used=0.5)
 
 
 class Selector(nn.Module):
@@ -183,9 +198,9 @@ class NeuronExperts(SplitFFN):
     def _selected(self, rows: Tensor, chosen: Tensor, fetched: bool) -> Tensor:
         """`Σ (a − r) W2` over the selected neurons, `[tokens, hidden]`, at least fp32. Weights that were `fetched` for
         this call are none that kernels could find in the next."""
-        few, tokens_per_expert, most_kept, most_used = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
+        rule = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
         share = self.kept / self.num_experts
-        is_few = len(rows) * share <= few
+        is_few = len(rows) * share <= rule.few
         if is_few and not fetched and not torch.is_grad_enabled():
             tensors = [self.centre, *self.ffn.parameters()]
             neurons: KernelNeurons | None = self._cache("neurons", tensors, self.on_kernels)
@@ -203,11 +218,11 @@ class NeuronExperts(SplitFFN):
             return self.by_runs(rows, everything, self._used(chosen), index)
         if len(rows) == 1:
             return self.by_runs(rows, sorted(chosen[0].tolist()), None)
-        if len(rows) * share >= tokens_per_expert and share <= most_kept:
+        if len(rows) * share >= rule.tokens and self.size >= rule.neurons and share <= rule.kept:
             return self.by_expert(rows, chosen)
         used = self._used(chosen)
         experts = used.any(0).nonzero()[:, 0].tolist()
-        return self.by_runs(rows, everything if len(experts) > most_used * self.num_experts else experts, used)
+        return self.by_runs(rows, everything if len(experts) > rule.used * self.num_experts else experts, used)
 
     def _fixed(self) -> tuple[list[int], Tensor]:
         """The experts of a fixed selection, as they lie in memory."""
