@@ -158,6 +158,6 @@ class NeuronMeasuring:
 
     def _clustered(self, index: int, network: SampledNetwork, mean: Tensor) -> Tensor:
         options = self._settling.options
-        if options.clusters == "weights":
+        if options.as_published:
             return order_by_weights(self._dense, index, options.experts, options.seed)
         return order_by_activations(network, self._settling.centre(mean), index, options.experts, options.seed)

@@ -8,8 +8,6 @@ from moetool.checkpoint.sizes import Part
 from moetool.convert.stage import ConversionOptions
 from moetool.job.options import TEXTS
 
-Clusters = Literal["activations", "weights"]
-
 
 class MoefyOptions(ConversionOptions):
     """Options of moefying: how neurons are split into experts, and which are computed."""
@@ -17,10 +15,6 @@ class MoefyOptions(ConversionOptions):
     experts: int = Field(64, ge=2, description="Experts per layer, each the same number of neurons.")
     keep: Part = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
     layers: str = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
-    clusters: Clusters = Field(
-        "activations", description="Which neurons make an expert: those that matter to the same tokens of the text, or "
-        "those of like weights as published."
-    )  # fmt: skip
     selector: Literal["mlp", "oracle", "random"] = Field(
         "mlp", description="What chooses: a small trained network, the true scores (no faster, for comparison), or "
         "chance, once for all tokens."
@@ -28,9 +22,10 @@ class MoefyOptions(ConversionOptions):
     baseline: Literal["none", "snip"] = Field(
         "none", description="Instead of experts keep the single neurons that matter most to the loss (SNIP)."
     )
-    representative: Literal["unselected", "mean"] = Field(
-        "unselected", description="What neurons count with that are left out: their mean over the tokens that do "
-        "without them, at this --keep, or over all tokens as published."
+    as_published: bool = Field(
+        False, description="Make experts of neurons with like weights, not of those that matter to the same tokens; "
+        "train selectors on scores relative to the largest, not on their logarithms; fill in means over all tokens, "
+        "not over those that do without a neuron at this --keep."
     )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from moetool.numerics.seeding import generator
 
 BATCH, RATE = 512, 1e-2
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,13 @@ def train_selector(
     seed: int,
     layer: int,
     epochs: int,
+    as_published: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> TrainedSelector:
-    """Fit a selector by binary cross-entropy to scores over their largest (Adam, batches of 512), and keep the epoch
-    that captures most on a held-out tenth.
+    """Fit a selector to scores (Adam, batches of 512), and keep the epoch that captures most on a held-out tenth.
+
+    It learns the logarithm of a score relative to the least that is chosen: which experts are worth more than others is
+    decided far below the largest score.
 
     Args:
         inputs: `[tokens, hidden]`, what the FFN is given.
@@ -92,6 +96,7 @@ def train_selector(
         seed: of the order of tokens.
         layer: of the model, part of the seed.
         epochs: over the training part.
+        as_published: learn scores relative to the largest by binary cross-entropy.
         tick: called after every epoch.
     """
     stream = generator(seed, "selector", layer)
@@ -113,8 +118,10 @@ def train_selector(
     kept, kept_result = (first.detach().clone(), second.detach().clone()), judged()
     for _ in range(epochs):
         for batch in train[torch.randperm(len(train), generator=stream)].split(BATCH):
-            target = scores[batch] / scores[batch].amax(1, keepdim=True).clamp_min(1e-30)
-            loss = F.binary_cross_entropy_with_logits(predicted(batch), target)
+            if as_published:
+                loss = F.binary_cross_entropy_with_logits(predicted(batch), _to_largest(scores[batch]))
+            else:
+                loss = F.smooth_l1_loss(predicted(batch), _to_least(scores[batch], chosen))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -122,6 +129,16 @@ def train_selector(
             kept, kept_result = (first.detach().clone(), second.detach().clone()), result
         tick()
     return TrainedSelector(*kept, *kept_result)
+
+
+def _to_largest(scores: Tensor) -> Tensor:
+    return scores / scores.amax(1, keepdim=True).clamp_min(_TINY)
+
+
+def _to_least(scores: Tensor, chosen: int) -> Tensor:
+    """Logarithms of scores `[tokens, experts]` relative to the least of a token's `chosen` highest, within ±6."""
+    least = scores.topk(chosen, dim=-1).values[:, -1:].clamp_min(_TINY)
+    return (scores / least).clamp_min(_TINY).log().clamp(-6, 6)
 
 
 def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float, float]:

@@ -98,8 +98,9 @@ class Settling:
             seed=options.seed,
             layer=index,
             epochs=options.epochs,
+            as_published=options.as_published,
         )
-        if self.keeps_means and options.representative == "unselected":
+        if self.keeps_means and not options.as_published:
             centre = mean_where_left_out(network, order, selector, self._chosen, mean)
         tensors |= {"order": order, "centre": centre, "first": selector.first.cpu(), "second": selector.second.cpu()}
         return {

@@ -36,7 +36,7 @@ from moetool.moefy.clusters import (
     flops,
 )
 from moetool.moefy.measuring import LayerFiles, NeuronMeasuring
-from moetool.moefy.options import Clusters, MoefyOptions
+from moetool.moefy.options import MoefyOptions
 from moetool.moefy.selector import needed_tokens
 from moetool.moefy.settling import Settling
 from moetool.moefy.statistics import CHUNK
@@ -134,11 +134,21 @@ class Moefy(Conversion[MoefyOptions]):
         options, dense = self.options, self.dense
         cost = CalibrationCost(options.samples, options.sequence_length, 4)
         tokens, epochs = self._sampled_tokens, options.epochs if self._selector == "mlp" else 0
-        return neuron_phases(cost, dense, self._layers, tokens, options.experts, epochs, self._clusters)
+        return neuron_phases(
+            cost, dense, self._layers, tokens, options.experts, epochs, self._clustered_width, self._clustered_tokens
+        )
 
     @property
-    def _clusters(self) -> Clusters | None:
-        return None if self.options.baseline == "snip" else self.options.clusters
+    def _clustered_width(self) -> int:
+        """How many numbers tell neurons apart where they are clustered; 0 where gradients rank them."""
+        if self.options.baseline == "snip":
+            return 0
+        return self.dense.hidden * (len(self.dense.architecture.roles) - 1) if self.options.as_published else DIRECTIONS
+
+    @property
+    def _clustered_tokens(self) -> int:
+        """How many tokens neurons are clustered by."""
+        return 0 if self.options.as_published else min(CLUSTERED_TOKENS, self._sampled_tokens)
 
     @property
     def _sampled_tokens(self) -> int:
@@ -155,7 +165,7 @@ class Moefy(Conversion[MoefyOptions]):
     def _memory_bytes(self) -> int:
         options, dense, tokens = self.options, self.dense, self._sampled_tokens
         sampled = 4 * tokens * (3 * dense.hidden + 2 * options.experts) + 4 * 4 * CHUNK * dense.intermediate
-        clustering = 3 * 4 * dense.intermediate * _told_apart(dense, self._clusters)
+        clustering = 3 * 4 * dense.intermediate * self._clustered_width
         return super()._memory_bytes() + sampled + clustering
 
     def provenance(self) -> Provenance:
@@ -213,7 +223,8 @@ def neuron_phases(
     tokens: int,
     experts: int,
     epochs: int,
-    clusters: Clusters | None,
+    clustered: int,
+    by_tokens: int,
 ) -> Phases:
     """A text through a dense model, to put neurons into experts and to train what chooses them.
 
@@ -224,27 +235,21 @@ def neuron_phases(
         tokens: that selectors are trained on.
         experts: per layer.
         epochs: of a selector's training; 0 where there is none.
-        clusters: how neurons are put into experts; `None` where gradients rank them.
+        clustered: how many numbers tell neurons apart where they are clustered; 0 where gradients rank them.
+        by_tokens: which are their activations on so many tokens, projected; 0 where they are weights.
     """
     size = dense_size(dense)
     width = dense.hidden * (len(dense.architecture.roles) - 1)
     sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
     learnt = (_selector_work(tokens, dense.hidden, width, dense.intermediate, experts, epochs) + sampled) * len(layers)
-    if clusters is not None:
-        clustered = _clustering_work(dense.intermediate, _told_apart(dense, clusters), experts)
-        if clusters == "activations":
-            clustered += _seen_work(min(tokens, CLUSTERED_TOKENS), width, dense.intermediate, DIRECTIONS)
+    if clustered:
+        clustering = _clustering_work(dense.intermediate, clustered, experts)
+        if by_tokens:
+            clustering += _seen_work(by_tokens, width, dense.intermediate, clustered)
         run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
-        return (Phase(FORWARD, run + loading(size) + clustered * len(layers) + learnt),)
+        return (Phase(FORWARD, run + loading(size) + clustering * len(layers) + learnt),)
     forward = calibration_forward(cost, size, size.layers)
     return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
-
-
-def _told_apart(dense: DenseModel, clusters: Clusters | None) -> int:
-    """How many numbers tell the neurons of a network apart, where they are clustered."""
-    if clusters == "weights":
-        return dense.hidden * (len(dense.architecture.roles) - 1)
-    return 0 if clusters is None else DIRECTIONS
 
 
 def _clustering_work(neurons: int, width: int, clusters: int) -> Work:

@@ -5,9 +5,8 @@
 MODEL is dense, a decoder or an encoder (pseudo-perplexity). Nothing is trained but the selectors. `random` and `SNIP`
 keep the representative values of what they leave out, as in Table 3 of G-MoEfication; the oracle knows every expert's
 true contribution and is no faster than the dense model. A seed decides clusters, calibration windows, selectors and
-what is random. moetool's default differs from G-MoEfication in two points: experts are made of neurons that matter to
-the same tokens, and representative values are means over the tokens that leave a neuron out (at 50 % here). All other
-rows have experts of like weights, and the oracle's values are means over all tokens.
+what is random. All rows but the first are made `--as-published`: experts are neurons of like weights, selectors learn
+scores relative to the largest, and representative values are means over all tokens.
 """
 
 import argparse
@@ -31,13 +30,13 @@ from moetool.runtime.modules.moefied import set_keep
 from moetool.stages import stages
 
 KEEP = (0.35, 0.5, 0.75, 0.85)
-METHODS: dict[str, tuple[str, dict[str, str]]] = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "moetool's default": ("g-moefication", {}),
-    "G-MoEfication": ("g-moefication", {"clusters": "weights", "representative": "mean"}),
-    "MoEfication": ("moefication", {"clusters": "weights"}),
-    "random + representative values": ("g-moefication", {"clusters": "weights", "selector": "random"}),
+    "G-MoEfication": ("g-moefication", {"as_published": True}),
+    "MoEfication": ("moefication", {"as_published": True}),
+    "random + representative values": ("g-moefication", {"as_published": True, "selector": "random"}),
     "SNIP + representative values": ("g-moefication", {"baseline": "snip"}),
-    "oracle": ("g-moefication", {"clusters": "weights", "selector": "oracle"}),
+    "oracle": ("g-moefication", {"as_published": True, "selector": "oracle"}),
 }
 
 
@@ -106,7 +105,7 @@ def main() -> None:
                         samples=options.samples,
                         sequence_length=options.length,
                         seed=seed,
-                        **choice,  # type: ignore[arg-type]
+                        **choice,
                     ),
                 )
                 assert isinstance(made.details, ConversionResult)

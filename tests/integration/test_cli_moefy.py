@@ -268,7 +268,7 @@ def test_the_oracle_does_better_than_the_selector_and_that_than_chance(
     source.get_submodule(last).register_forward_hook(lambda _, inputs, output: seen.append(output.reshape(-1, 32)))
     source(input_ids=tokens)
     for selector in ("oracle", "mlp", "random"):
-        model = load(moefy(dense(family), *FOUR, "--selector", selector, "--representative", "mean").path)
+        model = load(moefy(dense(family), *FOUR, "--selector", selector, "--as-published").path)
         given: list[Tensor] = []
         network = networks(model)[0]
         network.register_forward_hook(lambda _, inputs, output, g=given: g.append(output.reshape(-1, 32)))
