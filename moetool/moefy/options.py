@@ -24,8 +24,8 @@ class MoefyOptions(ConversionOptions):
     )
     as_published: bool = Field(
         False, description="Make experts of neurons with like weights, not of those that matter to the same tokens; "
-        "train selectors on scores relative to the largest, not on their logarithms; fill in means over all tokens, "
-        "not over those that do without a neuron at this --keep."
+        "train selectors on scores relative to the largest, not to the least that is chosen; fill in means over all "
+        "tokens, not over those that do without a neuron at this --keep."
     )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from moetool.numerics.seeding import generator
 
 BATCH, RATE = 512, 1e-2
-_TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def train_selector(
     as_published: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> TrainedSelector:
-    """Fit a selector to scores (Adam, batches of 512), and keep the epoch that captures most on a held-out tenth.
+    """Fit a selector by binary cross-entropy to scores s / (s + m), m the least of those that are to be chosen (Adam,
+    batches of 512), and keep the epoch that captures most on a held-out tenth.
 
-    It learns the logarithm of a score relative to the least that is chosen: which experts are worth more than others is
-    decided far below the largest score.
+    The choice is decided around m, which is far below the largest score; tokens that need no expert teach nothing.
 
     Args:
         inputs: `[tokens, hidden]`, what the FFN is given.
@@ -96,7 +95,7 @@ def train_selector(
         seed: of the order of tokens.
         layer: of the model, part of the seed.
         epochs: over the training part.
-        as_published: learn scores relative to the largest by binary cross-entropy.
+        as_published: learn scores over their largest.
         tick: called after every epoch.
     """
     stream = generator(seed, "selector", layer)
@@ -115,13 +114,13 @@ def train_selector(
         with torch.no_grad():
             return _judge(predicted(test), scores[test], chosen)
 
+    largest = scores.amax(1, keepdim=True)
+    whole = largest if as_published else scores + scores.topk(chosen).values[:, -1:]
+    targets, teaches = scores / whole.clamp_min(1e-30), (largest > 0).float()
     kept, kept_result = (first.detach().clone(), second.detach().clone()), judged()
     for _ in range(epochs):
         for batch in train[torch.randperm(len(train), generator=stream)].split(BATCH):
-            if as_published:
-                loss = F.binary_cross_entropy_with_logits(predicted(batch), _to_largest(scores[batch]))
-            else:
-                loss = F.smooth_l1_loss(predicted(batch), _to_least(scores[batch], chosen))
+            loss = F.binary_cross_entropy_with_logits(predicted(batch), targets[batch], weight=teaches[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -129,16 +128,6 @@ def train_selector(
             kept, kept_result = (first.detach().clone(), second.detach().clone()), result
         tick()
     return TrainedSelector(*kept, *kept_result)
-
-
-def _to_largest(scores: Tensor) -> Tensor:
-    return scores / scores.amax(1, keepdim=True).clamp_min(_TINY)
-
-
-def _to_least(scores: Tensor, chosen: int) -> Tensor:
-    """Logarithms of scores `[tokens, experts]` relative to the least of a token's `chosen` highest, within ±6."""
-    least = scores.topk(chosen, dim=-1).values[:, -1:].clamp_min(_TINY)
-    return (scores / least).clamp_min(_TINY).log().clamp(-6, 6)
 
 
 def _judge(predicted: Tensor, scores: Tensor, chosen: int) -> tuple[float, float, float]:

@@ -140,6 +140,18 @@ def test_every_epoch_is_told(inputs: Tensor, planted: Tensor) -> None:
     assert len(ticks) == 3
 
 
+def test_one_expert_that_outweighs_all_does_not_hide_the_others(inputs: Tensor) -> None:
+    """Which two others are chosen is learnt from scores relative to the least of them, not from such to the largest."""
+    inputs = inputs + 0.5
+    scores = (F.normalize(inputs, dim=-1) @ draw(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
+    scores[:, 0], rows = 30, draw(EXPERTS, HIDDEN, seed=2)
+    least, largest = (
+        train_selector(inputs, scores, rows, 3, seed=0, layer=0, epochs=15, as_published=published).accuracy
+        for published in (False, True)
+    )
+    assert least > 0.75 > 0.65 > largest
+
+
 def test_tokens_that_need_no_expert_do_no_harm(inputs: Tensor, planted: Tensor) -> None:
     scores = planted.clone()
     scores[::3] = 0
