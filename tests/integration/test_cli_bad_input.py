@@ -134,7 +134,7 @@ def test_a_bad_checkpoint(refused, run_cli, tiny_mixtral, calibration, tmp_path,
         refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, "--dry-run", *calibration)
         == message
     )
-    for command in ("inspect", "verify"):
+    for command in ("inspect", "verify") if kind != "dense" else ("verify",):  # inspect takes dense models
         assert refused(3, command, source, "--json") == message
 
 
