@@ -50,7 +50,10 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     Raises:
         InvalidInputError: it cannot be read, or has none.
     """
-    checkpoint = open_for_planning(path)
+    return _with_experts(path, open_for_planning(path))
+
+
+def _with_experts(path: str | Path, checkpoint: Checkpoint) -> Inspection:
     if is_opaque(checkpoint.config):
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
@@ -82,11 +85,11 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     )
 
 
-def inspect_model(path: str | Path) -> Inspection | DenseInspection:
-    """Inspect a checkpoint, or what is known of a dense model. Raises as `inspect_checkpoint`."""
-    checkpoint = open_for_planning(path)
+def inspect_model(path: str | Path, checkpoint: Checkpoint) -> Inspection | DenseInspection:
+    """Inspect a checkpoint, of a model with experts or of a dense one, that was opened at `path`. Raises as
+    `inspect_checkpoint`."""
     if custom_module(checkpoint.config) is not None or not names_no_experts(checkpoint.config):
-        return inspect_checkpoint(path)
+        return _with_experts(path, checkpoint)
     if not checkpoint.is_imagined:
         check_sizes(checkpoint)
     try:

@@ -140,14 +140,14 @@ class Moefy(Conversion[MoefyOptions]):
 
     @property
     def _clustered_width(self) -> int:
-        """How many numbers tell neurons apart where they are clustered; 0 where gradients rank them."""
+        """Length of the vector that k-means has of each neuron; 0 where gradients rank neurons instead."""
         if self.options.baseline == "snip":
             return 0
         return self.dense.hidden * (len(self.dense.architecture.roles) - 1) if self.options.as_published else DIRECTIONS
 
     @property
     def _clustered_tokens(self) -> int:
-        """How many tokens neurons are clustered by."""
+        """Number of tokens on which activations are measured to cluster neurons; 0 where weights are clustered."""
         return 0 if self.options.as_published else min(CLUSTERED_TOKENS, self._sampled_tokens)
 
     @property
@@ -235,8 +235,8 @@ def neuron_phases(
         tokens: that selectors are trained on.
         experts: per layer.
         epochs: of a selector's training; 0 where there is none.
-        clustered: how many numbers tell neurons apart where they are clustered; 0 where gradients rank them.
-        by_tokens: which are their activations on so many tokens, projected; 0 where they are weights.
+        clustered: length of the vector that k-means has of each neuron; 0 where gradients rank neurons instead.
+        by_tokens: number of tokens on which activations are measured for these vectors; 0 where they are weights.
     """
     size = dense_size(dense)
     width = dense.hidden * (len(dense.architecture.roles) - 1)

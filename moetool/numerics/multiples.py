@@ -1,4 +1,4 @@
-"""By what groups of numbers were multiplied."""
+"""Least-squares factors between groups of numbers before and after each group was multiplied by one."""
 
 import torch
 from torch import Tensor

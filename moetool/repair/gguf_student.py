@@ -112,7 +112,8 @@ class GgufStudent(Student):
         return {**copies(chosen, torch.float32), **factors}
 
     def _blocks(self, model: "PreTrainedModel") -> "Iterator[Blocks]":
-        """All matrices in types of blocks."""
+        """Iterate over the model's matrices that the file can hold in block types, with the block size of each in
+        numbers, `None` where it has another type there."""
         from moetool.repair.masters import Blocks
         from moetool.runtime.modules.insertion import fused_experts, paths_in
 

@@ -55,12 +55,12 @@ class Student(ABC):
     @property
     @abstractmethod
     def input_bytes(self) -> int:
-        """Size in bytes of the weight files that are read."""
+        """Size in bytes of the input's weight files, as they lie on the disk."""
 
     @property
     @abstractmethod
     def output_bytes(self) -> int:
-        """Size in bytes of the weight files that are written."""
+        """Size in bytes of the repaired model's weight files."""
 
     @property
     def scratch_bytes(self) -> int:

@@ -9,6 +9,7 @@ import typer
 
 from moetool.architectures import ROLES, Role
 from moetool.architectures.dense import is_encoder
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.choosing import CHOICES
@@ -60,11 +61,12 @@ def build(
         raise UsageError("--plot draws what --analysis finds: give both.")
     if log_json is not None and not analysis:
         raise UsageError("--log-json tells how far --analysis is: give both.")
-    result = inspect_model(model)
+    checkpoint = open_for_planning(model)
+    result = inspect_model(model, checkpoint)
     if isinstance(result, DenseInspection):
         if analysis:
             raise UsageError(f"--analysis is of experts, and {model} is a dense model. Leave it out.")
-        result = replace(result, commands=_taken_by(model))
+        result = replace(result, commands=_taken_by(checkpoint))
     elif analysis:
         with watched(log_json, "inspect", [model], options.model_dump(mode="json")) as (display, ended):
             found = pictured(plot, lambda: analyse(model, options, display), plot_analysis)
@@ -88,9 +90,9 @@ def build(
         next_step.tell(next_step.line("compress", model, smaller, "--method", "quantize", "--bits", "4", "--dry-run"))
 
 
-def _taken_by(model: str) -> list[str]:
-    """Commands that take a dense model: of those that convert, which do is tried by its headers."""
-    checkpoint, known, found = open_for_planning(model), stages(), list[str]()
+def _taken_by(checkpoint: Checkpoint) -> list[str]:
+    """List the commands that take a dense model: of those that convert, which do is tried by its headers."""
+    known, found = stages(), list[str]()
     for command, stage in _CONVERTING.items():
         try:
             known[stage].opened(checkpoint)
