@@ -1,6 +1,7 @@
 """Headers of a checkpoint that does not exist yet, from its `config.json` alone, to plan jobs on it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,19 +32,28 @@ def open_for_planning(source: str | Path) -> Checkpoint:
     return imagine(str(source), path, read_config(path)[1])
 
 
-def check_against_config(checkpoint: Checkpoint) -> None:
-    """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
-    layers beyond them."""
+def check_promised(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
+    """The tensors that the config promises, by name. Raises `InvalidInputError` unless the files hold all of them, in
+    these shapes."""
     promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
     for name, info in promised.items():
         if name not in shapes:
             refuse_other_head(checkpoint)
-            raise InvalidInputError(f"{checkpoint.path} has no tensor {name}, which its config.json promises.")
+            raise InvalidInputError(
+                f"{checkpoint.source} has no tensor {name}, which its config.json promises. Download it again."
+            )
         if (found := shapes[name]) != info.shape:
             raise InvalidInputError(
                 f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
             )
+    return promised
+
+
+def check_against_config(checkpoint: Checkpoint) -> None:
+    """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
+    layers beyond them."""
+    promised = check_promised(checkpoint)
     layers = {layer_of(name) for name in promised}
     for name in checkpoint.tensors:
         if name not in promised and layer_of(name) not in layers:

@@ -17,8 +17,9 @@ from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
-from moetool.format.families import architecture_of
-from moetool.job.blueprint import check_against_config
+from moetool.format.entry import check_unquantized
+from moetool.format.families import architecture_of, dense_architecture_of
+from moetool.job.blueprint import check_against_config, check_promised
 from moetool.job.books import Books, Outcome, PartBooks
 from moetool.job.interrupt import Interrupt
 from moetool.job.options import RunOptions
@@ -106,6 +107,21 @@ class DenseSource:
         dense = DenseModel(checkpoint)
         if not checkpoint.is_imagined:
             check_against_config(dense.checkpoint)
+        return cls(dense.checkpoint, dense)
+
+    @classmethod
+    def if_known(cls, checkpoint: Checkpoint) -> "DenseSource | None":
+        """The dense model, or the one within a model that sees or hears; `None` for a family or format that moetool
+        does not convert. Raises `InvalidInputError` where files and config are not of one whole model."""
+        config = checkpoint.config
+        try:
+            dense_architecture_of(config, may_lie_within=True)
+            check_unquantized(config)
+        except InvalidInputError:
+            return None
+        dense = DenseModel(checkpoint, may_lie_within=True)
+        if not checkpoint.is_imagined and "text_config" not in config:
+            check_promised(dense.checkpoint)
         return cls(dense.checkpoint, dense)
 
     @property

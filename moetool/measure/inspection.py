@@ -23,7 +23,7 @@ from moetool.format.kinds import custom_module
 from moetool.format.kinds.base import CustomModule, Mask
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.job.blueprint import open_for_planning
-from moetool.job.job import Source
+from moetool.job.job import DenseSource, Source
 from moetool.job.result import Json, Keyed
 from moetool.job.writing import original_bytes
 from moetool.measure.inspected import (
@@ -41,7 +41,6 @@ from moetool.measure.inspected import (
 from moetool.numerics.hard_concrete import median_gate
 from moetool.representations import Representation
 from moetool.runtime.building import check_sizes
-from moetool.runtime.dense import DenseModel
 
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
@@ -92,10 +91,8 @@ def inspect_model(path: str | Path, checkpoint: Checkpoint) -> Inspection | Dens
         return _with_experts(path, checkpoint)
     if not checkpoint.is_imagined:
         check_sizes(checkpoint)
-    try:
-        dense = DenseModel(checkpoint, may_lie_within=True)
-    except InvalidInputError:  # no family that moetool converts: what config.json says in the common words
-        dense = None
+    known = DenseSource.if_known(checkpoint)
+    dense = None if known is None else known.dense  # else what config.json says in the common words
     config, total = checkpoint.config, sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     return DenseInspection(
         path=str(path),

@@ -192,13 +192,9 @@ def _moe_source(checkpoint: Checkpoint, *, as_matrices: bool = False) -> Source 
         shown = decoded(checkpoint)  # or its headers say that it cannot be
         return Source.of(shown if as_matrices else checkpoint)
     except InvalidInputError:
-        try:
-            DenseSource.of(checkpoint)
-        except InvalidInputError:
-            pass
-        else:
-            return None
-        raise
+        if DenseSource.if_known(checkpoint) is None:
+            raise
+        return None
 
 
 def _comparable(made: Source | None, original: Source | None) -> tuple[Source, Source] | None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,19 +94,26 @@ def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
     return len(promised) == 3 and held == (promised[0], promised[2], promised[1])
 
 
+def _of_any_layer(name: str) -> str:
+    """The name of a tensor with a star for its layer's number."""
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
 def check_sizes(checkpoint: Checkpoint) -> None:
     """Compare the model that `config.json` promises with the headers, before a loader makes room for it.
 
-    Names that the files do not have are the loader's to judge, who knows more names of a tensor than one; but together
-    they may not be more than what the files hold. moetool's own models have the names that it gave them.
+    Names that the files do not have are the loader's to judge, who knows more names of a tensor than one; but it
+    renames layers alike, so that a tensor is missing if the files have its like of another layer, and together absent
+    ones may not be more than what the files hold. moetool's own models have the names that it gave them.
 
     Raises:
-        InvalidInputError: transformers cannot build the model, a tensor has another shape than promised, or most of
-            what is promised is not there.
+        InvalidInputError: transformers cannot build the model, a tensor has another shape than promised or is missing
+            in some layers, or most of what is promised is not there.
     """
     if is_quantized_elsewhere(checkpoint.config):
         return  # another tool's: only that knows what becomes of its tensors
-    promised = names_on_disk(empty_model(checkpoint.config, checkpoint.path, torch.float32))
+    model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
+    promised = names_on_disk(model)
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
         if name in held and held[name].shape != shape and not _is_turned(held[name].shape, shape):
@@ -114,6 +122,13 @@ def check_sizes(checkpoint: Checkpoint) -> None:
                 f"{list(shape)}."
             )
     absent = [name for name in promised if name not in held]
+    layered = set(map(_of_any_layer, held))
+    needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
+    for name in absent:
+        if _of_any_layer(name) in layered and not needless.search(name):
+            raise InvalidInputError(
+                f"{checkpoint.source} has no tensor {name}, which its config.json promises. Download it again."
+            )
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()
     ):

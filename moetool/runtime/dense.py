@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
-from moetool.checkpoint.header import check_dtype
+from moetool.checkpoint.header import TensorInfo, check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
@@ -42,7 +42,7 @@ class DenseModel:
         self.checkpoint = _of_language_model(checkpoint, self.architecture)
         check_unquantized(checkpoint.config)
         self.layers, self.ffn_layers = self.architecture.layers, self.architecture.ffn_layers
-        down = self.checkpoint.info(name := self.architecture.weight_name(self.ffn_layers[0], "down")).shape
+        down = self._info(name := self.architecture.weight_name(self.ffn_layers[0], "down")).shape
         if len(down) != 2:
             raise InvalidInputError(f"{name} is no matrix: {list(down)}.")
         self.hidden, self.intermediate = self._turned(down)
@@ -52,10 +52,18 @@ class DenseModel:
                 rows, columns = self.shape(role)
                 if role != "down" and self.architecture.is_joined:
                     rows *= 2
-                found, expected = self.checkpoint.info(name).shape, self._turned((rows, columns))
+                found, expected = self._info(name).shape, self._turned((rows, columns))
                 if found != expected:
                     raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {list(expected)}.")
                 check_dtype(f"The numbers of {name}", self.checkpoint.info(name).dtype)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.checkpoint.tensors:
+            raise InvalidInputError(
+                f"{self.checkpoint.source} has no tensor {name}, which its config.json promises of a dense model "
+                f"({self.architecture.model_types[0]}). Its files are not whole, or another model's: download it again."
+            )
+        return self.checkpoint.tensors[name]
 
     @cached_property
     def config(self) -> "PreTrainedConfig":

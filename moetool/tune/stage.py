@@ -26,7 +26,7 @@ from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module
 from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import layer_of, open_for_planning
-from moetool.job.job import Input, Job
+from moetool.job.job import DenseSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import sharding
@@ -66,6 +66,7 @@ class AnySource:
         check_predicts(checkpoint.config)
         if not checkpoint.is_imagined:
             check_sizes(checkpoint)
+            DenseSource.if_known(checkpoint)
         return cls(checkpoint)
 
     @property

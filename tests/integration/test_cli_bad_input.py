@@ -89,6 +89,7 @@ def only_pickles(source: Path, target: Path) -> Path:
 
 
 DENSE = {"model_type": "llama", "num_local_experts": None, "num_experts_per_tok": None}
+NO_FFN = "no tensor model.layers.0.mlp.down_proj.weight, which its config.json promises of a dense model (llama)"
 UNKNOWN = {"model_type": "mixtralish", "num_local_experts": 4}
 CHECKPOINTS = {
     "missing": (missing, ["No such directory", "bad"]),
@@ -134,8 +135,21 @@ def test_a_bad_checkpoint(refused, run_cli, tiny_mixtral, calibration, tmp_path,
         refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, "--dry-run", *calibration)
         == message
     )
-    for command in ("inspect", "verify") if kind != "dense" else ("verify",):  # inspect takes dense models
-        assert refused(3, command, source, "--json") == message
+    for command in ("inspect", "verify"):
+        told = refused(3, command, source, "--json")
+        assert told == message if kind != "dense" else NO_FFN in told
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
+)
+def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path, name):
+    source = change_tensors(copy_of(dense("llama"), tmp_path / "bad"), lambda tensors: tensors.pop(name))
+    for command in ("inspect", "verify"):
+        assert name in refused(3, command, source, "--json"), command
+    assert name in refused(3, "tune", source, tmp_path / "out", "--data", calibration[1], "--dry-run")
+    if "layers" in name:  # any other is the family's to have
+        assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
