@@ -101,7 +101,12 @@ class SavedBase(GivenBase):
     @cached_property
     def fingerprint(self) -> str:
         files = [*(base_path(self._directory, layer) for layer in self._layers), *self.metrics()]
-        return digest_of(file_sha256(file).encode() for file in files)
+        digests = [file_sha256(file) for file in files]
+        written = read_manifest(self._directory).files
+        for file, digest in zip(files, digests, strict=True):
+            if written.get(file.name, digest) != digest:
+                raise InvalidInputError(f"{file} is not the file that fisher-merge wrote. Run it again.")
+        return digest_of(digest.encode() for digest in digests)
 
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         return LayerBase.load(base_path(self._directory, layer))

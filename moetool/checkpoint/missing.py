@@ -25,15 +25,19 @@ def without_config(path: Path) -> str:
         return f"{path} holds an unfinished run. Finish it: repeat its command with --resume."
     if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
         return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
-    if (path / MANIFEST).exists() and any(path.glob(BASES)):
-        given = shlex.quote(str(path))
+    if is_base(path):
         return (
             f"{path} is no model, but the base that fisher-merge made of a model's experts: `moetool decompose MODEL "
-            f"OUTPUT --base {given}` takes it."
+            f"OUTPUT --base {shlex.quote(str(path))}` takes it."
         )
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def is_base(path: Path) -> bool:
+    """Whether a directory holds the base that `fisher-merge` made of a model's experts, and no model."""
+    return (path / MANIFEST).exists() and not (path / CONFIG).exists() and any(path.glob(BASES))
 
 
 def _adapter_alone(path: Path) -> str:

@@ -55,6 +55,7 @@ class Recommendation(Printed):
         model_type: of its config.
         parameters: numbers that it stands for, and those of them that one token uses.
         bytes: of its weight files as they are.
+        gguf_bytes: of the GGUF file that it is read from, if it is; `bytes` are then of what it is read as.
         memory: bytes that there are.
         weights: of these, bytes that are left for weights.
         engine: that is to run it.
@@ -80,6 +81,7 @@ class Recommendation(Printed):
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     notes: Sequence[str] = ()
+    gguf_bytes: int | None = None
 
 
 def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -> Recommendation:
@@ -105,6 +107,7 @@ def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -
         parameters=counts["total"],
         active_parameters=counts["active"],
         bytes=source.checkpoint.weight_bytes,
+        gguf_bytes=source.checkpoint.gguf_bytes,
         memory=memory,
         weights=room,
         engine=engine,

@@ -69,6 +69,7 @@ class Compared(Printed):
     Attributes:
         model, data: as they were given.
         bytes, perplexity, nll: of the original: weight files, and on all texts together.
+        gguf_bytes: of the GGUF file that the original is read from, if it is; `bytes` are then of what it is read as.
         windows, tokens, sequence_length, begin: of the texts, as `moetool eval` has them.
         texts: the original's losses on each.
         rows: models that were there, then every method at every ratio.
@@ -78,6 +79,7 @@ class Compared(Printed):
     model: str
     data: str
     bytes: int
+    gguf_bytes: int | None = None
     perplexity: float
     nll: float
     windows: int

@@ -149,7 +149,12 @@ class _Comparing:
             seen(rows[-1])
         for path in self._work.glob(f"{_PASS_PREFIX}*"):
             shutil.rmtree(path)
-        asked = {"model": self._model, "data": self._evaluation.data, "bytes": self._bytes}
+        asked = {
+            "model": self._model,
+            "data": self._evaluation.data,
+            "bytes": self._bytes,
+            "gguf_bytes": self._original.gguf_bytes,
+        }
         told = _COMPARED.validate_python({**asked, **found, "rows": []})
         return replace(told, rows=rows, statistics=tuple(self._statistics()))
 

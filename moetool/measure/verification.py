@@ -5,14 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from moetool.architectures import Architecture
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.gguf import is_gguf
 from moetool.checkpoint.gguf_model import GgufModel
-from moetool.checkpoint.identity import steps_since
-from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
+from moetool.checkpoint.identity import is_known_as, steps_since
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of, read_manifest
+from moetool.checkpoint.missing import is_base
 from moetool.checkpoint.names import CONFIG, MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
@@ -43,7 +45,8 @@ def verify_checkpoint(
     Always checked: headers, names and shapes against the config, that every number is finite, that codes and positions
     are such as are written, and that all files are those that were written, by the digests in the manifest (most packed
     codes have no other sign of damage). Files that were added are no errors but notes, and where documents were
-    `edited`, such as a model card, so are these. Of an export's directory the GGUF file is read back.
+    `edited`, such as a model card, so are these. Of an export's directory the GGUF file is read back. Of a base that
+    `fisher-merge` wrote digests and numbers are checked.
 
     Against a source: that the manifest names it, as what the checkpoint or one of its sources was made from. If it is
     of the same family and shape: every tensor outside the experts bit for bit, unless it was trained in between or
@@ -56,6 +59,8 @@ def verify_checkpoint(
         InvalidInputError: a file or the config cannot be used.
         VerificationError: something is wrong, named file by file and tensor by tensor.
     """
+    if is_base(local_path(path)):
+        return _verify_base(path, against, progress, edited=edited)
     exported = exported_gguf(path)
     file = exported or local_path(path)
     if is_gguf(file) and against is not None:
@@ -151,6 +156,31 @@ def _verify_unread(path: str | Path, file: GgufModel, progress: Progress, *, edi
             progress.advance()
     _raise_for(path, problems)
     return Verification(path=str(path), tensors=len(file.tensors), bytes=file.file.stat().st_size, notes=notes)
+
+
+def _verify_base(path: str | Path, against: str | Path | None, progress: Progress, *, edited: bool) -> Verification:
+    """Check digests and numbers of a base, and whether it was made of the experts of the model it is held against."""
+    folder, comparison = local_path(path), None
+    manifest = read_manifest(folder)
+    found = check_files(folder, manifest, edited=edited)
+    problems = found.problems
+    if against is not None:
+        if not is_known_as(Checkpoint.open(against), manifest.source_fingerprint):
+            problems.append(f"it was made of another model ({manifest.source}) than {against}")
+        stages = [str(manifest.recipe["stage"])]
+        comparison = Comparison(against=str(against), stages=stages, same_tensors=0, rounded_tensors=0)
+    _raise_for(path, problems)  # what is not whole cannot be read
+    files, tensors = sorted(folder.glob("*.safetensors")), 0
+    with phase(progress, "Verify", len(files)):
+        for file in files:
+            for name, tensor in load_file(file).items():
+                tensors += 1
+                if not is_finite(tensor):
+                    problems.append(f"{name} in {file.name} holds NaN or infinity")
+            progress.advance()
+    _raise_for(path, problems)
+    nbytes = sum(file.stat().st_size for file in files)
+    return Verification(path=str(path), tensors=tensors, bytes=nbytes, comparison=comparison, notes=found.notes)
 
 
 def verify_files(checkpoint: Checkpoint) -> list[str]:

@@ -107,6 +107,8 @@ RUN_FOR_JSON = [
     ["inspect", "config-alone"],
     ["inspect", "demo/dense"],
     ["inspect", "THEIRS.gguf"],
+    ["recommend", "THEIRS.gguf"],
+    ["compare", "THEIRS.gguf", "--models", "THEIRS.gguf", "--data", "held-out.txt"],
     ["report", "THEIRS.gguf", "theirs.html", "--against", "THEIRS.gguf"],
     ["compress", "THEIRS.gguf", "x", "--method", "quantize", "--bits", "4", "--dry-run"],
     ["compress", "THEIRS.gguf", "from-gguf", "--method", "quantize", "--bits", "4"],

@@ -455,3 +455,8 @@ def test_sizes_are_those_of_the_file(run_cli: Any, tiny_mixtral: Path, tiny_text
     assert said in page
     assert f"in GGUF, read as {format_bytes(read)}" in page
     assert run_cli("inspect", file, "--json").json["gguf_bytes"] == nbytes
+    of_it = run_cli("compare", file, "--models", tiny_mixtral, *words[2:])
+    assert f"{format_bytes(read)} {said}, windows" in of_it.stdout
+    assert f" {format_bytes(read)} {said}\n" in run_cli("recommend", file, "--memory", "4GB").stdout
+    benched = run_cli("bench", file, "--lengths", 4, "--new-tokens", 1, "--rounds", 1, "--json")
+    assert benched.json["model"]["file_bytes"] == nbytes

@@ -21,10 +21,20 @@ def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made", "among"),
+    [
+        ("small", {"tokenizer.json", "moetool/costs.json", "moetool/statistics.safetensors", "config.json"}),
+        ("base", {"README.md", "moetool/costs.json", "base-00001.safetensors", "metric-00001.safetensors"}),
+    ],
+)
+def test_one_flipped_bit_in_any_file(
+    run_cli: Any, request: pytest.FixtureRequest, tmp_path: Path, made: str, among: set[str]
+) -> None:
     """At the beginning, in the middle and at the end of each: 5, or 3 where the file cannot be read any more."""
-    output, files = copy_of(small, tmp_path / "out"), contents(small, costs=True)
-    assert {"tokenizer.json", "moetool/costs.json", "moetool/statistics.safetensors", "config.json"} <= set(files)
+    written = request.getfixturevalue(made)
+    output, files = copy_of(written, tmp_path / "out"), contents(written, costs=True)
+    assert among <= set(files)
     for name, data in files.items():
         for place in (1, len(data) // 2, len(data) - 3):
             (output / name).write_bytes(flipped(data, place))
@@ -34,6 +44,28 @@ def test_one_flipped_bit_in_any_file(run_cli: Any, small: Path, tmp_path: Path) 
             assert name in result.stderr or name == MANIFEST, (name, place, result.stderr)
         (output / name).write_bytes(data)
     assert run_cli("verify", output).code == 0
+
+
+def test_a_base_knows_whose_it_is(
+    run_cli: Any, base: Path, tiny_mixtral: Path, tiny_mixtral_bf16: Path, tmp_path: Path
+) -> None:
+    result = run_cli("verify", base, "--against", tiny_mixtral)
+    assert result.code == 0, result.stderr
+    assert "it was made from that by fisher-merge" in result.stdout
+    assert f"next: moetool decompose {tiny_mixtral} base-decomposed --base {base}" in result.stderr
+    other = run_cli("verify", base, "--against", tiny_mixtral_bf16)
+    assert other.code == 5
+    assert "made of another model" in other.stderr
+
+
+def test_a_damaged_base_is_not_used(run_cli: Any, base: Path, tiny_mixtral: Path, tmp_path: Path) -> None:
+    damaged = copy_of(base, tmp_path / "base") / "base-00001.safetensors"
+    data = damaged.read_bytes()
+    damaged.write_bytes(flipped(data, len(data) // 2))
+    result = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--base", damaged.parent)
+    assert result.code == 3
+    assert "base-00001.safetensors is not the file that fisher-merge wrote" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_random_flips(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.sizes import as_read_from, format_bytes
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, LogJson, print_json, print_table, watched
 from moetool.cli.generate import build_options, builder
@@ -119,7 +119,8 @@ def headline(result: Compared) -> str:
     several = len(result.texts) > 1
     said = [f"{text.perplexity:.4f} on {name} ({text.windows:,} windows)" for name, text in named] if several else []
     on = "; ".join(said) or f"{result.perplexity:.4f} on {result.data} ({result.windows:,} windows)"
-    return f"{result.model}: {format_bytes(result.bytes)}, windows of {result.sequence_length} tokens, perplexity {on}"
+    size = f"{format_bytes(result.bytes)}{as_read_from(result.gguf_bytes)}"
+    return f"{result.model}: {size}, windows of {result.sequence_length} tokens, perplexity {on}"
 
 
 def tables(result: Compared) -> list[ComparedTable]:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from moetool.checkpoint.sizes import format_bytes, format_change
+from moetool.checkpoint.sizes import as_read_from, format_bytes, format_change
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, print_fields, print_json
 from moetool.cli.generate import build_options, builder
@@ -36,7 +36,7 @@ def _print(result: Recommendation) -> None:
     numbers = f"{result.parameters:,} parameters, {result.active_parameters:,} of them per token"
     fields = [
         ("model", f"{result.model}: {result.model_type}, {numbers}"),
-        ("size", format_bytes(result.bytes)),
+        ("size", f"{format_bytes(result.bytes)}{as_read_from(result.gguf_bytes)}"),
         ("memory", f"{format_bytes(result.memory)}, of which {format_bytes(result.weights)} are for weights"),
     ]
     if result.ratio is None:

@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.missing import is_base
 from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
 from moetool.cli.evaluations import over_texts, print_texts
@@ -65,7 +68,10 @@ def build(
     if likeness is not None:
         print_texts(likeness.texts)
     print("ok")
-    if (file := exported_gguf(model)) is None:
+    if is_base(local_path(model)):
+        of, made = against or read_manifest(local_path(model)).source, next_step.here(model, "decomposed")
+        next_step.tell(next_step.line("decompose", of, made, "--base", model))
+    elif (file := exported_gguf(model)) is None:
         next_step.tell(next_step.line("report", model, *(("--against", against) if against else ())))
     elif (then := next_step.after_gguf(file.parent)) is not None:
         next_step.tell(then)

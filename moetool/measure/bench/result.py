@@ -42,7 +42,7 @@ class Memory(Inlined):
     """Sizes of a model, in bytes, and of the process that runs it: how much it has grown since before it was loaded.
 
     Attributes:
-        file_bytes: weight files.
+        file_bytes: weight files, or the GGUF file.
         weight_bytes: parameters and buffers, once each.
         anonymous_bytes: what the process has allocated once it is loaded.
         unique_bytes: that and what it alone has mapped of files, weights among them, once it has run.

@@ -86,7 +86,7 @@ class HereRunner:
         gc.collect()
         return_heap()
         self._memory = Memory(
-            file_bytes=checkpoint.weight_bytes,
+            file_bytes=checkpoint.given_bytes,
             weight_bytes=weight_bytes(self._model),
             anonymous_bytes=anonymous_bytes() - self._anonymous,
             unique_bytes=0,
