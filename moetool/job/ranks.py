@@ -94,6 +94,12 @@ class TrainerRanks(Ranks):
     def __init__(self) -> None:
         self.rank = rank()
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """A stop is told by the first alone: where that one fails, a launcher asks the others to stop."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, InterruptedRunError) and not self.is_first:
+            raise SystemExit(error.exit_code) from error
+
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         if dist.is_initialized():
             dist.barrier()

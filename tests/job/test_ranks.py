@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.job.ranks import Ranks
+from moetool.errors import InterruptedRunError
+from moetool.job.interrupt import Interrupt
+from moetool.job.ranks import Ranks, joined
 
 TWO = """
 import json, os, sys
@@ -92,3 +94,14 @@ def test_two_tell_one_another(two: list[dict[str, object]]) -> None:
 def test_work_ends_when_another_fails(two: list[dict[str, object]]) -> None:
     assert two[1]["error"] == ["InvalidInputError", "it is bad"]
     assert two[0]["error"] == ["InvalidInputError", "Process 2 of 2: it is bad"]
+
+
+@pytest.mark.parametrize(("rank", "raised"), [(0, InterruptedRunError), (1, SystemExit)])
+def test_a_stop_of_a_training_is_told_by_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, rank: int, raised: type[BaseException]
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(raised) as found, joined(has_trainer=True):
+        Interrupt().stop()
+    code = found.value.code if isinstance(found.value, SystemExit) else InterruptedRunError.exit_code
+    assert code == 75
