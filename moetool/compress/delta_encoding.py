@@ -258,7 +258,6 @@ def run_encoding(
     layouts: Mapping[int, LayerLayout],
     load_base: LoadBase,
     statistics: Mapping[int, LayerStatistics],
-    seed: int,
     text: CodingText | None = None,
 ) -> LayersResult:
     """Encode every layer, on the text if there is one, and write the result."""
@@ -289,7 +288,6 @@ def run_encoding(
         statistics=statistics,
         calibration=facts,
         layers=told,
-        seed=seed,
         making=encoding,
     )
     return LayersResult(calibration=facts, layers=told())

@@ -201,7 +201,6 @@ class Conversion(Stage[ConversionT, DenseSource]):
             provenance=self.provenance(),
             calibration=measured.calibration,
             layers=lambda: measured.activations,
-            seed=self.options.seed,
             check=None if tokens is None else lambda made: proofs.append(self._proved(job, made, tokens)),
         )
         return ConversionResult(

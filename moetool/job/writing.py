@@ -75,7 +75,6 @@ def write_model(
     metrics: Iterable[Path] = (),
     calibration: CalibrationFacts | None = None,
     layers: Callable[[], Mapping[int, Printed]] = dict,
-    seed: int = 0,
     making: Making | None = None,
 ) -> None:
     """Write a model whose MoE layers have new layouts: everything else passes through.
@@ -89,7 +88,6 @@ def write_model(
         metrics: files that say how errors at the experts' output count together, kept there, too.
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer, asked for when all are written.
-        seed: of the job.
         making: what `layer_tensors` needs to be made before.
     """
     checkpoint = job.source.checkpoint
@@ -116,7 +114,6 @@ def write_model(
         provenance=passed_on(checkpoint),
         calibration=calibration,
         layers=layers,
-        seed=seed,
         making=making,
     )
 
@@ -152,7 +149,6 @@ def write_checkpoint(
     provenance: Provenance | None = None,
     calibration: CalibrationFacts | None = None,
     layers: Callable[[], Mapping[int, Printed]] = dict,
-    seed: int = 0,
     check: Callable[[Checkpoint], None] | None = None,
     making: Making | None = None,
 ) -> None:
@@ -168,7 +164,6 @@ def write_checkpoint(
         calibration: on which text, for the manifest.
         layers: what the manifest says of each layer, asked for when all are written.
         provenance: what the manifest says the model was made of.
-        seed: of the job.
         check: is shown the result while nothing can load it yet; what it raises stops the job there.
         making: what `unit_tensors` needs to be made before.
     """
@@ -218,7 +213,6 @@ def write_checkpoint(
     coming = {CONFIG: config, INDEX: writer.index()}
     record_origin(
         job,
-        seed=seed,
         files=files,
         provenance=provenance,
         calibration=calibration,
@@ -234,7 +228,6 @@ def write_checkpoint(
 def record_origin(
     job: Job[SourceT],
     *,
-    seed: int,
     files: Iterable[Path],
     provenance: Provenance | None = None,
     calibration: CalibrationFacts | None = None,
@@ -259,7 +252,7 @@ def record_origin(
         source_fingerprint=checkpoint.fingerprint(),
         recipe=dict(job.recipe),
         chosen=chosen_options(job.options, job.recipe, checkpoint.settings),
-        seed=seed,
+        seed=getattr(job.options, "seed", 0),  # nothing is random in a job without one
         statistics={} if calibration is None else {"calibration": calibration.to_json()},
         provenance=provenance or Provenance(),
         layers={str(layer): said.to_json() for layer, said in layers.items()},

@@ -65,7 +65,6 @@ class Leaving(Stage[StageOptionsT]):
         chosen: Mapping[int, Sequence[Merged]],
         told: ReducedResult,
         *,
-        seed: int = 0,
         provenance: Provenance | None = None,
     ) -> None:
         """Write the checkpoint whose layers have the `chosen` experts: others in each, unless `provenance` is given."""
@@ -83,7 +82,6 @@ class Leaving(Stage[StageOptionsT]):
             provenance=self._of_any_experts if provenance is None else provenance,
             calibration=told.calibration,
             layers=lambda: told.layers,
-            seed=seed,
         )
 
     @property

@@ -135,7 +135,7 @@ class Reduction(Leaving[ReduceOptionsT]):
             },
         )
 
-        self._write(job, chosen, told, seed=self.options.seed)
+        self._write(job, chosen, told)
         return told
 
     def _measure(self, job: Job) -> tuple[dict[int, dict[str, Tensor]], CalibratedJob]:

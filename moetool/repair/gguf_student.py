@@ -164,7 +164,7 @@ class GgufStudent(Student):
         files = [file, job.output / MODELFILE]
         types = layer_types({name: tensor.tensor_type.name.lower() for name, tensor in self._file.tensors.items()})
         lies_in = self.source.lies_in
-        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=types, lies_in=lies_in)
+        record_origin(job, files=files, calibration=facts, layers=types, lies_in=lies_in)
 
     @staticmethod
     def _directory(job: Job[Any]) -> Path:

@@ -167,7 +167,6 @@ class CheckpointStudent(Student):
             config=passed.config,
             provenance=passed_on(self._checkpoint),
             calibration=facts,
-            seed=self.options.seed,
         )
 
 

@@ -332,7 +332,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
         plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
         provenance = passed_on(source)
-        write_checkpoint(job, plan, made, config=config, provenance=provenance, seed=self.options.seed)
+        write_checkpoint(job, plan, made, config=config, provenance=provenance)
 
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint

@@ -98,7 +98,6 @@ class FactoredLayers:
         calibration: CalibrationFacts | None,
         layers: Callable[[], Mapping[int, RankedLayer]],
         *,
-        seed: int,
         method: str,
     ) -> None:
         """Write the checkpoint shard by shard, encoding the layers of each shard before it is written."""
@@ -111,7 +110,6 @@ class FactoredLayers:
             statistics=statistics,
             calibration=calibration,
             layers=layers,
-            seed=seed,
             making=encoding,
         )
 
@@ -196,7 +194,7 @@ def finish(
         return {layer: replace(own, refined=refining.result(layer)) for layer, own in lost.items()}
 
     encoding, facts = Encoding(job, layouts, encode, calibrated), None if calibrated is None else calibrated.facts
-    factored.write(encoding, layouts, facts, layers, seed=options.seed, method=method)
+    factored.write(encoding, layouts, facts, layers, method=method)
     return RankedResult(
         calibration=facts,
         ratio=options.ratio,

@@ -98,7 +98,7 @@ class _Ders(Stage[DersT]):
             return in_few_bits(given.layer(layer, weights), options.base_bits, self._base_group())
 
         measured = {layer: own for layer in reader.moe_layers if (own := given.statistics(layer)) is not None}
-        return run_encoding(job, self.name, self._layouts(), base, measured, options.seed, self._text)
+        return run_encoding(job, self.name, self._layouts(), base, measured, self._text)
 
 
 class DersQuantize(_Ders[DersQuantizeOptions]):

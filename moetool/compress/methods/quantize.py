@@ -108,12 +108,12 @@ class Quantize(MixingStage[QuantizeOptions]):
     def run(self, job: Job) -> LayersResult:
         if self._is_mixed:
             return super().run(job)
-        reader, options = self.source.experts, self.options
+        reader = self.source.experts
 
         def base(layer: int, weights: Weights) -> LayerBase:
             return no_base(reader.shape, reader.dtype)
 
-        return run_encoding(job, self.name, self._uniform(), base, {}, options.seed, self._text)
+        return run_encoding(job, self.name, self._uniform(), base, {}, self._text)
 
     @property
     def _is_mixed(self) -> bool:

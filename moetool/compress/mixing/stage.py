@@ -278,7 +278,6 @@ class MixingStage(Stage[MixingOptionsT]):
             statistics=layers.statistics,
             calibration=layers.facts,
             layers=lambda: layers.results(mix, with_schemes=several),
-            seed=self.options.seed,
             making=encoding,
         )
         original = original_bytes(self.source)

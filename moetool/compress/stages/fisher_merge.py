@@ -117,5 +117,5 @@ class FisherMerge(Stage[FisherMergeOptions]):
         if facts is not None:
             paths += [metric_path(job.work, layer) for layer in reader.moe_layers]
         placed = [place(path, job.output / path.name) for path in paths]
-        record_origin(job, seed=options.seed, files=placed, calibration=facts)
+        record_origin(job, files=placed, calibration=facts)
         return told

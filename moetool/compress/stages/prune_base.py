@@ -155,7 +155,6 @@ class PruneBase(Stage[PruneBaseOptions]):
             statistics=statistics,
             metrics=metrics_of(self.source).values(),
             calibration=facts,
-            seed=self.options.seed,
         )
         return PrunedResult(
             calibration=facts,

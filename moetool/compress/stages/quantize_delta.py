@@ -48,10 +48,10 @@ class QuantizeDelta(Stage[QuantizeDeltaOptions]):
         return CodingText.of(self.source, self.options)
 
     def run(self, job: Job) -> LayersResult:
-        reader, options = self.source.experts, self.options
+        reader = self.source.experts
         statistics = read_statistics(self.source)
 
         def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
-        return run_encoding(job, self.name, self._layouts(), base, statistics, options.seed, self._text)
+        return run_encoding(job, self.name, self._layouts(), base, statistics, self._text)

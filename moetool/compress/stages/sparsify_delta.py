@@ -41,4 +41,4 @@ class SparsifyDelta(Stage[SparsifyDeltaOptions]):
         def base(layer: int, weights: Weights) -> LayerBase:
             return stored_base(reader, layer)
 
-        return run_encoding(job, self.name, self._layouts(), base, statistics, self.options.seed)
+        return run_encoding(job, self.name, self._layouts(), base, statistics)

@@ -229,7 +229,7 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         def tensors(layer: int) -> Named:
             return with_the_rest(self.source.checkpoint.read, plan.unit(layer), experts(layer))
 
-        write_checkpoint(job, plan, tensors, config=self._config, calibration=facts, seed=options.seed, making=making)
+        write_checkpoint(job, plan, tensors, config=self._config, calibration=facts, making=making)
         return Details(calibration=facts)
 
     @property

@@ -264,7 +264,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             types = {tensor.type for tensor in self._tensors if tensor.type != "i32"}
             job.loaded = prove_file(files[0], source, types, chosen=coded is not None)
         layers = layer_types({tensor.name: tensor.type for tensor in self._tensors})
-        record_origin(job, seed=self.options.seed, files=files, calibration=facts, layers=layers)
+        record_origin(job, files=files, calibration=facts, layers=layers)
         return replace(details, calibration=facts)
 
     def _choose(

@@ -223,7 +223,6 @@ class AddExpert(Stage[AddExpertOptions]):
             config=counted_config(source, plan.count, self._top_k),
             provenance=with_experts(source.checkpoint, origins, self._top_k),
             calibration=facts,
-            seed=self.options.seed,
         )
         return AddedResult(
             calibration=facts,
