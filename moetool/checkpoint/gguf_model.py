@@ -32,7 +32,6 @@ from moetool.format.gguf.words import (
     EXPERTS,
     GATE_AND_UP,
     LONG_ROPE_FACTORS,
-    PREDICTORS,
     ROPE_FACTORS,
     gguf_library,
     halved,
@@ -174,12 +173,16 @@ class GgufModel:
         return sum(tensor.n_elements for tensor in self._reader.tensors) * self.dtype.itemsize
 
     @cached_property
-    def config(self) -> dict[str, object]:
-        """`config.json`. Raises `InvalidInputError` for what moetool does not read."""
+    def _said(self) -> GgufConfig:
         shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self.tensors.items()}
         said = {kind: self._field(f"{_VOCABULARY}{name}_token_id") for kind, name in _SPECIAL.items()}
         tokens = {kind: int(token) for kind, token in said.items() if token is not None}
-        return GgufConfig(self.file, self._family, self._entries, shapes, self._read, self.dtype, tokens).build()
+        return GgufConfig(self.file, self._family, self._entries, shapes, self._read, self.dtype, tokens)
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        """`config.json`. Raises `InvalidInputError` for what moetool does not read."""
+        return self._said.build()
 
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
@@ -206,10 +209,10 @@ class GgufModel:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    @cached_property
+    @property
     def layers(self) -> int:
         """Number of decoder layers, by the metadata of the file, without those that predict further tokens."""
-        return int(self._number("block_count")) - int(self._field(f"{self._start}.{PREDICTORS}") or 0)
+        return self._said.layers
 
     @cached_property
     def heads(self) -> tuple[int, int]:
