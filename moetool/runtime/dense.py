@@ -136,6 +136,12 @@ class DenseModel:
         found = {self.architecture.weight_name(layer, role) for role in roles}
         return found | {self.architecture.bias_name(layer, role) for role in self.biases}
 
+    def may_lack(self, name: str) -> bool:
+        """Whether a checkpoint of such a model may or may not store a tensor: it follows from the config, or from the
+        embeddings."""
+        tied = bool(self.config.tie_word_embeddings) and name == "lm_head.weight"
+        return tied or name.endswith("inv_freq")
+
     def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape `[out, in]` as it is on disk, and back."""
         return shape[::-1] if self.architecture.is_transposed else shape

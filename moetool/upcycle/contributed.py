@@ -118,7 +118,7 @@ class Contributed:
         """Whether both have the same tensors around the experts."""
         own, theirs = self._source, {made.spec.name: made.spec.shape for made in self._rest}
         for name, shape in theirs.items():
-            if self._is_optional(name):
+            if self.dense.may_lack(name):
                 continue
             if name not in own.checkpoint.tensors:
                 raise InvalidInputError(f"{self.name} has a tensor {name}, which {self._place} has not: not one base.")
@@ -129,7 +129,7 @@ class Contributed:
                     f"{name} has shape {list(shape)} there and {list(found)} here."
                 )
         for name in own.checkpoint.tensors:
-            if not (name in theirs or self._is_inside(name) or self._is_optional(name)):
+            if not (name in theirs or self._is_inside(name) or self.dense.may_lack(name)):
                 raise InvalidInputError(f"{self.name} has no tensor {name}, which {self._place} has: not one base.")
 
     def _check_settings(self) -> None:
@@ -159,11 +159,6 @@ class Contributed:
                 "meant something else where the new expert was trained."
             )
         return found
-
-    def _is_optional(self, name: str) -> bool:
-        """Whether a model may or may not store a tensor: it follows from its config, or from the embedding."""
-        tied = bool(self.dense.config.tie_word_embeddings) and name == "lm_head.weight"
-        return tied or name.endswith("inv_freq")
 
     def _is_inside(self, name: str) -> bool:
         """Whether a tensor belongs to experts, a router or a shared expert."""

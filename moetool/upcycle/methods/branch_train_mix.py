@@ -123,12 +123,12 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
     def _fitting(self, name: str, checkpoint: Checkpoint) -> DenseModel:
         """A model with the very tensors of INPUT. Raises `InvalidInputError` with the first that differs."""
         own, other = self.source.checkpoint, checkpoint
-        if surplus := sorted(name for name in set(other.tensors) - set(own.tensors) if not self._is_optional(name)):
+        if surplus := sorted(name for name in set(other.tensors) - set(own.tensors) if not self.dense.may_lack(name)):
             raise InvalidInputError(
                 f"{name} has a tensor {surplus[0]}, which {own.source} has not: they cannot be mixed."
             )
         for tensor, info in own.tensors.items():
-            if tensor not in other.tensors and self._is_optional(tensor):
+            if tensor not in other.tensors and self.dense.may_lack(tensor):
                 continue
             if tensor not in other.tensors:
                 raise InvalidInputError(f"{name} has no tensor {tensor}, which {own.source} has: they cannot be mixed.")
@@ -148,11 +148,6 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
                     "would compute something else. Take sources of one kind, or write another INPUT's config."
                 )
         return model
-
-    def _is_optional(self, tensor: str) -> bool:
-        """Whether a model may or may not store a tensor: it follows from its config, or from the embedding."""
-        tied = bool(self.dense.config.tie_word_embeddings) and tensor == "lm_head.weight"
-        return tied or tensor.endswith("inv_freq")
 
     @property
     def copies(self) -> int:
