@@ -72,11 +72,6 @@ class Moefy(Conversion[MoefyOptions]):
         return "oracle" if self.options.selector == "oracle" else "mlp"
 
     @property
-    def _chosen(self) -> int:
-        """Number of experts computed per token."""
-        return chosen_experts(self.options.keep, self.options.experts)
-
-    @property
     def preserves(self) -> bool:
         return True  # with all experts, which is what is proved
 
@@ -118,13 +113,13 @@ class Moefy(Conversion[MoefyOptions]):
             )
 
     def details(self) -> dict[str, Json]:
-        options, dense = self.options, self.dense
+        options, dense, spec = self.options, self.dense, self.planned().spec
         means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
-        added = len(self._layers) * (self.planned().spec.selector_size(dense.hidden) + means)
+        added = len(self._layers) * (spec.selector_size(dense.hidden) + means)
         share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH, self._selector)
         return {
             "experts": options.experts,
-            "experts_per_token": self._chosen,
+            "experts_per_token": spec.at_work,
             "moe_layers": len(self._layers),
             "flops": f"{share:.1%} of dense, reading {COUNTED_LENGTH} tokens",
             "added_as_published": f"{added / dense.parameters:.4f} of dense",
