@@ -49,8 +49,8 @@ def names_in_layers(
     experts: str,
     layers: Mapping[int, Mapping[str, "Tensor"]],
     prefix: str,
-    groups: Sequence[Sequence[Role]] = (ROLES[:-1], ROLES[-1:]),
-    in_memory: FusedLayout = PLAIN,
+    groups: Sequence[Sequence[Role]],
+    in_memory: FusedLayout,
 ) -> DiskNames:
     """Find the names on disk of the tensors of some decoder layers, of which the first must have experts.
 

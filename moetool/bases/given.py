@@ -180,7 +180,7 @@ def _described(layers: int, hidden: int, intermediate: int, roles: tuple[Role, .
     return f"{layers} layers with FFNs of {', '.join(roles)}, {hidden} to {intermediate}"
 
 
-def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool = False) -> GivenBase:
+def open_base(spec: str, experts: ExpertReader, *, shared_expert: bool) -> GivenBase:
     """The base that `--base` names: `mean`, `ties`, what `fisher-merge` wrote, or a dense checkpoint.
 
     Raises:

@@ -178,15 +178,15 @@ def unweighted_base(
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None)
 
 
-def no_base(shape: MoEShape, dtype: torch.dtype, statistics: LayerStatistics | None = None) -> LayerBase:
+def no_base(shape: MoEShape, dtype: torch.dtype) -> LayerBase:
     """A base of zeros, for experts that are stored each by itself."""
     matrices = {role: torch.zeros(shape.matrix(role), dtype=dtype) for role in shape.roles}
     compact = {role: (NO_BASE[role], dict[str, Tensor]()) for role in shape.roles}
-    return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, statistics).stored_as(compact)
+    return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None).stored_as(compact)
 
 
 def measured_base(
-    calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, others: Sequence[Collector] = ()
+    calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, others: Sequence[Collector]
 ) -> LayerBase:
     """Run a loaded layer backwards, measure it, also by `others`, and merge its experts.
 

@@ -41,7 +41,7 @@ def atomically(file: Path, needed: int | None = None) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)  # gone already if all went well
 
 
-def settle(temporary: Path, file: Path, needed: int | None = None) -> None:
+def settle(temporary: Path, file: Path, needed: int | None) -> None:
     """Give a finished file its name, once it is on the disk. Raises `ResourceError` where sync or rename fails."""
     with storage_errors(file, needed):
         sync(temporary)

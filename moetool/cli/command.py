@@ -117,8 +117,8 @@ def command_of(
     parameters: Iterable[inspect.Parameter],
     kind: type[HintingCommand] = HintingCommand,
     *,
-    form: str = "",
-    summary: str | None = None,
+    form: str,
+    summary: str | None,
 ) -> HintingCommand:
     """Build the command `name` that calls a function with these parameters, which are annotated as typer reads them.
 

@@ -37,7 +37,7 @@ def presets_for(command: str, method: str | None) -> list[str]:
     return [name for content in fitting for name in content.get("variants", {})]
 
 
-def preset_options(preset: str | None, command: str, method: str | None = None) -> dict[str, Any]:
+def preset_options(preset: str | None, command: str, method: str | None) -> dict[str, Any]:
     """The options of a preset: a name of `presets()`, `FILE.yaml` or `FILE.yaml:VARIANT`.
 
     A file names its `command` (and `method`), gives `options`, and may have `variants` that override some of them.

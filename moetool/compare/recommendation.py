@@ -84,7 +84,7 @@ class Recommendation(Printed):
     gguf_bytes: int | None = None
 
 
-def recommend(model: str | Path, memory: int, engine: Engine = "transformers") -> Recommendation:
+def recommend(model: str | Path, memory: int, engine: Engine) -> Recommendation:
     """Say how to make an MoE model fit into `memory` bytes and run in an engine.
 
     Nothing is written; of a model on the hub, config and file headers are read.

@@ -24,7 +24,7 @@ from moetool.numerics.work import Work
 from moetool.representations import Representation
 
 
-def encoding_owners(layout: LayerLayout, peers: Peers, *, whole_experts: bool = False) -> Owned:
+def encoding_owners(layout: LayerLayout, peers: Peers, *, whole_experts: bool) -> Owned:
     """Assign the deltas of a layer to processes by the work that encoding each takes on a text. The first process gets
     all of them where they share a tensor; with `whole_experts` all matrices of an expert go to one process."""
     if any(layout.shared_tensors(role) for role in layout.shape.roles):

@@ -88,10 +88,10 @@ class Converted(ABC):
         spec = TensorSpec(to or name, self.stored(info.dtype), info.shape)
         return Made(spec, lambda: InParts(spec.dtype, spec.shape, self._blocks(name)))
 
-    def filled(self, name: str, shape: tuple[int, ...], value: float = 0.0) -> Made:
-        """A tensor that has one value everywhere, in the dtype of the feed-forward networks."""
+    def zeros(self, name: str, shape: tuple[int, ...]) -> Made:
+        """A tensor of zeros, in the dtype of the feed-forward networks."""
         dtype = self.stored(self.dense.dtype)
-        return Made(TensorSpec(name, dtype, shape), lambda: torch.full(shape, value, dtype=dtype))
+        return Made(TensorSpec(name, dtype, shape), lambda: torch.zeros(shape, dtype=dtype))
 
     def joined(self, name: str, shape: tuple[int, ...], parts: Sequence[Callable[[], Tensor]]) -> Made:
         """A tensor from parts that lie one below the other, in the dtype of the FFNs."""

@@ -49,10 +49,10 @@ def push(
     model: str,
     repo: str,
     *,
-    public: bool = False,
-    revision: str | None = None,
-    message: str | None = None,
-    dry_run: bool = False,
+    public: bool,
+    revision: str | None,
+    message: str | None,
+    dry_run: bool,
     progress: Progress,
 ) -> Pushed:
     """Upload a checkpoint's directory, its files verified against their digests before. What is on the hub already is

@@ -198,10 +198,10 @@ class CalibratedJob:
     ) -> None:
         self.job.finish(unit, made=made, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
-    def forward_pass(self, visit: Visit, layers: Collection[int] | None = None, *, name: str = "") -> "ForwardPass":
+    def forward_pass(self, visit: Visit, layers: Collection[int] | None, *, name: str = "") -> "ForwardPass":
         """The whole text on its way through the model, one layer after the other; `name` tells passes of a job apart.
 
-        `visit(index, layer)` sees each of `layers` (by default each MoE layer), loaded, before it is left, and runs it
+        `visit(index, layer)` sees each of `layers` (`None`: each MoE layer), loaded, before it is left, and runs it
         itself (`sweep.forward`, which writes the next boundary). Only two boundaries are on disk at a time.
         """
         visited = set(self.source.experts.moe_layers if layers is None else layers)

@@ -64,7 +64,7 @@ def dry_run(
     output: str | Path,
     options: RunOptions,
     *,
-    resume: bool = False,
+    resume: bool,
     overwrite: bool = False,
 ) -> tuple[Plan, Plan | None]:
     """Plan a stage, and once more in bfloat16 where that is a choice, after the checks of `run_stage` that take no

@@ -321,7 +321,7 @@ def _check_settings(output: Path, journal: Journal, fingerprint: str) -> None:
     )
 
 
-def _check_made_by(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
+def _check_made_by(output: Path, fingerprint: str, source: Checkpoint | None) -> None:
     """Refuse a finished result as what a run would have made; a `source` tells whether an earlier moetool knew it.
 
     Raises:

@@ -230,7 +230,7 @@ def record_origin(
     *,
     files: Iterable[Path],
     provenance: Provenance | None = None,
-    calibration: CalibrationFacts | None = None,
+    calibration: CalibrationFacts | None,
     layers: Mapping[int, Printed] = MappingProxyType({}),
     coming: Mapping[str, bytes] = MappingProxyType({}),
     known: Mapping[Path, str] = MappingProxyType({}),

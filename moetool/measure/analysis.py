@@ -19,7 +19,7 @@ from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
 from moetool.job.options import Options
-from moetool.job.progress import SILENT, Progress, phase
+from moetool.job.progress import Progress, phase
 from moetool.job.records import read_statistics
 from moetool.job.result import Keyed
 from moetool.measure.inspected import Analysis, Energies, LayerAnalysis, RoleAnalysis, Similarity
@@ -46,7 +46,7 @@ class AnalysisOptions(Options):
     )
 
 
-def analyse(path: str | Path, options: AnalysisOptions, progress: Progress = SILENT) -> Analysis:
+def analyse(path: str | Path, options: AnalysisOptions, progress: Progress) -> Analysis:
     """Similarity of experts, energy of singular values and sensitivity; one layer and role is in memory at a time.
 
     The sensitivity of a role is `relative_error_cost`, summed over the experts, from the Fisher information that a

@@ -95,7 +95,7 @@ def open_to_generate(path: str) -> Checkpoint:
 
 
 def load_to_generate(
-    checkpoint: Checkpoint, options: GeneratingOptions, progress: Progress = SILENT
+    checkpoint: Checkpoint, options: GeneratingOptions, progress: Progress
 ) -> tuple["PreTrainedModel", SynthesisChoice]:
     """A model in the dtype that it is stored in, run as the options say; and when its experts were made dense, and why.
 

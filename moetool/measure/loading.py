@@ -9,7 +9,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
-from moetool.job.progress import SILENT, Progress, phase
+from moetool.job.progress import Progress, phase
 from moetool.measure.options import EvaluatedOptions, PagedOptions
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import check_memory, load_model, loading_memory
@@ -48,7 +48,7 @@ def load_for(
     checkpoint: Checkpoint,
     device: str,
     compute_dtype: str | torch.dtype,
-    progress: Progress = SILENT,
+    progress: Progress,
     *,
     paged: bool = False,
 ) -> "PreTrainedModel":
@@ -75,7 +75,7 @@ def load_for(
 
 
 def load_paged(
-    checkpoint: Checkpoint, options: PagedOptions, compute_dtype: str | torch.dtype, progress: Progress = SILENT
+    checkpoint: Checkpoint, options: PagedOptions, compute_dtype: str | torch.dtype, progress: Progress
 ) -> "PreTrainedModel":
     """A model as `load_for` loads it, with its experts paged if the options say so."""
     paged = options.offload == "experts"
@@ -91,7 +91,7 @@ def unless_paged(options: PagedOptions, synthesize: Synthesis) -> Synthesis:
 
 
 def load_to_evaluate(
-    checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress = SILENT
+    checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress
 ) -> "tuple[PreTrainedModel, SynthesisChoice]":
     """A model as `load_for` loads it, run as the options say; and when its experts were made dense, and why.
 

@@ -79,7 +79,7 @@ def open_texts(
     return found.texts
 
 
-def calibration_sources(checkpoint: Checkpoint, original: str | None = None) -> tuple[str, ...]:
+def calibration_sources(checkpoint: Checkpoint, original: str | None) -> tuple[str, ...]:
     """The texts on which a model was calibrated, as its manifest names them, with the kinds of the bundled text that
     the last step mixed in; empty where there is no manifest, or it names none. All steps count that made it, or, if
     the manifest names the model `original` among their inputs, those since."""

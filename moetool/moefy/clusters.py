@@ -126,7 +126,7 @@ class Moefied(Customized[MoefiedSpec]):
             what, dtype = _FOUND[name]
             stored = dtype or self.stored(self.dense.dtype)
             yield Made(TensorSpec(prefix + name, stored, shape), partial(self._found, layer, what, stored))
-        yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
+        yield self.zeros(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _found(self, layer: int, what: str, dtype: torch.dtype) -> Tensor:
         found: Tensor = getattr(self.layer_plan(layer), what)

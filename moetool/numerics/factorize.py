@@ -159,7 +159,7 @@ def truncate(
 
 
 def leading(
-    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, norm: OutputNorm | None = None
+    delta: Tensor, factorization: Factorization, rank: int, dtype: torch.dtype, *, norm: OutputNorm | None
 ) -> Tensor:
     """Left factor U `[out, rank]` of the optimal factors, before it is rounded to `dtype`, in fp64, or in fp32 where
     that is enough; its columns have root mean squares near 1. Arguments and errors are those of `truncate`."""

@@ -82,7 +82,7 @@ def loading_memory(
 
 
 def check_memory(
-    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"], device: torch.device | str | None
 ) -> LoadingMemory:
     """The memory that loading a model takes; a dense model that is spread by a device map goes to disk, too.
 

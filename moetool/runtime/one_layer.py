@@ -16,7 +16,7 @@ from moetool.runtime.modules.insertion import path_in
 
 
 def load_layer(
-    checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype, passed: Collection[str] = ()
+    checkpoint: Checkpoint, prefix: str | None, dtype: torch.dtype, passed: Collection[str]
 ) -> PreTrainedModel:
     """The model of a checkpoint through the loader of `from_pretrained`, in evaluation mode on the CPU. Tensors whose
     name begins with `prefix` (`model.layers.3.`) are read; of all others, or of all, only names, shapes and ties are

@@ -60,6 +60,6 @@ def balance_of(routers: Routers, top_k: int, real: Tensor, over_processes: Sum =
     return torch.stack(losses).mean()
 
 
-def z_of(routers: Routers, real: Tensor, over_processes: Sum = _alone) -> Tensor:
+def z_of(routers: Routers, real: Tensor, over_processes: Sum) -> Tensor:
     """Mean of the router z-loss (`z_loss`) over all MoE layers."""
     return torch.stack([z_loss(logits, real, over_processes) for logits in routers.logits]).mean()

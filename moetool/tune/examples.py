@@ -104,7 +104,7 @@ def load_examples(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, 
     return found
 
 
-def check_first(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, bos: Bos = "auto") -> None:
+def check_first(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, bos: Bos) -> None:
     """Read the first record of every source of DATA that is here, as `load_examples` reads all. Raises as that does."""
     talks, opening = Conversations(tokenizer), opening_of(tokenizer, bos)
     for spec in parse_data(data):

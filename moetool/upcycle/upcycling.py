@@ -136,7 +136,7 @@ class Upcycled(Converted):
                     if architecture.joined_qkv
                     else self.dense.checkpoint.info(weight).shape[0]
                 )
-                yield self.filled(bias, (rows,))
+                yield self.zeros(bias, (rows,))
 
     def _place(self, layer: int, name: str) -> str | None:
         """Where numbers of an activation lie that a shared expert has; `None` where they lay."""
@@ -188,7 +188,7 @@ class Upcycled(Converted):
         elif self.target.has_idle_shared:
             yield from self._idle_shared(layer)
         if not self.target.is_native:
-            yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
+            yield self.zeros(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _dense_ffn(self, layer: int) -> Iterator[Made]:
         prefix = self.dense.architecture.ffn_prefix(layer)
@@ -301,7 +301,7 @@ class Upcycled(Converted):
         for role, name in self._native_shared(layer).items():
             shape = (self.dense.hidden, IDLE_WIDTH) if role == "down" else (IDLE_WIDTH, self.dense.hidden)
             if role == "down":
-                yield self.filled(name, shape)
+                yield self.zeros(name, shape)
             else:
                 yield self.joined(name, shape, [partial(self._idle_rows, layer, role)])
         yield from self._shared_gate(layer)

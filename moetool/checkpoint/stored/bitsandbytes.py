@@ -52,7 +52,7 @@ class FourBits(DecodedMatrix):
         low, high = start * columns // self.block, -(-stop * columns // self.block)  # blocks
         begin, end = low * self.block, min(high * self.block, math.prod(self.shape))
         first, last = begin // 2 // size, -(-end // (2 * size))  # elements of the tensor of codes
-        levels = table_of_halves(spans(self.parts[1], 0, (16,)), is_high_first=True)
+        levels = table_of_halves(spans(self.parts[1], 0, (16,)))
         held = spans(self.parts[0], first, (last - first,)).view(torch.uint8)
         numbers, scales = looked_up(held[None], levels)[0, : end - begin], self._scales(spans, low, high)
         whole = (end - begin) // self.block

@@ -18,11 +18,11 @@ def looked_up(held: Tensor, table: Tensor) -> Tensor:
     return found.view(torch.float32).view(held.shape[0], -1)
 
 
-def table_of_halves(levels: Tensor, *, is_high_first: bool = False) -> Tensor:
-    """The table `[256, 2]` of bytes that hold two numbers, each of which is one of 16 levels `[16]`."""
+def table_of_halves(levels: Tensor) -> Tensor:
+    """The table `[256, 2]` of bytes that hold two numbers, each of which is one of 16 levels `[16]`, the high half
+    first."""
     every = torch.arange(256)
-    halves = [levels.float()[every & 15], levels.float()[every >> 4]]
-    return torch.stack(halves[::-1] if is_high_first else halves, 1)
+    return torch.stack([levels.float()[every >> 4], levels.float()[every & 15]], 1)
 
 
 @cache

@@ -74,7 +74,7 @@ class Item(Generic[FormT]):
         return int(np.diff(self.nbytes)[: max(self.steps, 1)].min()) if self.last else None
 
 
-def whole_of(shape: tuple[int, int], bits: int | None = None) -> Representation:
+def whole_of(shape: tuple[int, int], bits: int | None) -> Representation:
     """Full-rank form of a matrix `[out, in]`: the matrix itself, or its delta in codes of `bits`."""
     return Dense() if bits is None else Quantized(bits, CODED_GROUP).fitted(shape)
 

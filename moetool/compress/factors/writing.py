@@ -261,7 +261,7 @@ def factor_plan(
     at_once: int,
     *,
     gradients: bool,
-    base: Mapping[Role, Representation] | None = None,
+    base: Mapping[Role, Representation] | None,
     refine: int = 0,
 ) -> Plan:
     """The plan of a stage that calibrates and factorizes.

@@ -306,9 +306,7 @@ class GgufFamily:
     remark: Callable[["PreTrainedConfig"], str | None] = nothing
     leaves_out: tuple[str, ...] = ()
 
-    def in_file(
-        self, layers: int, moe: Architecture | None, layer: str | None = None, kinds: Sequence[str] = ()
-    ) -> dict[str, str]:
+    def in_file(self, layers: int, moe: Architecture | None, layer: str | None, kinds: Sequence[str]) -> dict[str, str]:
         """Map the names of a checkpoint's tensors to those of GGUF, for all tensors but those of experts and `changes`.
 
         Args:

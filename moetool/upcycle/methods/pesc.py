@@ -69,8 +69,8 @@ class WithAdapterExperts(Customized[PescSpec]):
         prefix, shapes = self.dense.architecture.ffn_prefix(layer), self.spec.tensors(self.dense.hidden)
         yield self.joined(prefix + ROUTER, shapes[ROUTER], [partial(self.router, layer)])
         yield self.joined(prefix + DOWN, shapes[DOWN], [partial(self._down, layer, shapes[DOWN])])
-        yield self.filled(prefix + UP, shapes[UP])
-        yield self.filled(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
+        yield self.zeros(prefix + UP, shapes[UP])
+        yield self.zeros(self.dense.architecture.weight_name(layer, "up"), PLACEHOLDER)
 
     def _down(self, layer: int, shape: Shape) -> Tensor:
         """The down projection of a layer's adapters, drawn as a fresh `nn.Linear` is (Kaiming, a = √5)."""

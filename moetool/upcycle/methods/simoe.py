@@ -87,8 +87,8 @@ class Interpolated(Customized[SimoeSpec]):
         for site in sorted({name.rpartition(".")[0] for name in names} & self._sites):
             rows, columns = self._shape(site)
             shapes = self.spec.tensors(rows, columns)
-            yield self.filled(f"{site}.weight", PLACEHOLDER)
-            yield self.filled(f"{site}.{DELTA}", shapes[DELTA])
+            yield self.zeros(f"{site}.weight", PLACEHOLDER)
+            yield self.zeros(f"{site}.{DELTA}", shapes[DELTA])
             masks = TensorSpec(f"{site}.{MASKS}", torch.float32, shapes[MASKS])
             yield Made(masks, partial(self._masks, site, shapes[MASKS]))
 
@@ -111,7 +111,7 @@ class Interpolated(Customized[SimoeSpec]):
             shape = shapes[f"{name}.weight"]
             draw = partial(uniform, shape, linear_std(shape[1]), generator(self.seed, "router", name))
             yield self.joined(f"{prefix}{name}.weight", shape, [draw])
-            yield self.filled(f"{prefix}{name}.bias", shapes[f"{name}.bias"])
+            yield self.zeros(f"{prefix}{name}.bias", shapes[f"{name}.bias"])
         multiplier = TensorSpec(prefix + MULTIPLIER, torch.float32, shapes[MULTIPLIER])
         yield Made(multiplier, partial(torch.zeros, multiplier.shape))
 
