@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NewType
 
 from moetool.architectures.fused_layout import PLAIN, FusedLayout
+from moetool.architectures.layers import DecoderLayers
 from moetool.architectures.shape import ROLES, MoEShape, Role, by_name
 
 # What a `config.json` says, and what transformers fills in where that says nothing, made by `checkpoint/settings.py`.
@@ -59,7 +60,7 @@ def experts_told(config: Mapping[str, object]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(DecoderLayers):
     """The experts of one model: their number and sizes, the names of their tensors as templates, and other features of
     its layers.
 
@@ -152,10 +153,6 @@ class Architecture:
     def layer_path(self, layer: int) -> str:
         """`model.layers.3`, the path of a decoder layer's module in memory."""
         return (self.layer_module or self.layer).format(layer=layer)
-
-    def layer_prefix(self, layer: int) -> str:
-        """The beginning of all tensor names of a decoder layer, such as `model.layers.3.`, with its dot."""
-        return self.layer.format(layer=layer) + "."
 
     def block_prefix(self, layer: int) -> str:
         """`model.layers.3.block_sparse_moe.`, the whole MoE block on disk: router, experts and what else there is."""

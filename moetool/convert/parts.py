@@ -63,10 +63,9 @@ class Converted(ABC):
 
     def names(self) -> dict[int, list[str]]:
         """Names of the dense model's tensors by layer, those of no layer under `REST`."""
-        prefixes = [self.dense.architecture.layer_prefix(layer) for layer in range(self.dense.layers)]
         found: dict[int, list[str]] = {layer: [] for layer in range(REST, self.dense.layers)}
         for name in self.dense.checkpoint.tensors:
-            found[next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)].append(name)
+            found[self.dense.architecture.layer_of(name)].append(name)
         return found
 
     def dtype_entry(self) -> dict[str, str]:

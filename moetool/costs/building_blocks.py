@@ -72,7 +72,7 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
     """The size of an MoE model, of whose layers all experts are in memory together, or so many `at_once`."""
     checkpoint, shape, count = reader.checkpoint, reader.shape, len(reader.moe_layers)
     layers = reader.architecture.layers
-    prefixes = tuple(reader.architecture.layer_prefix(layer) for layer in range(layers))
+    prefixes = reader.architecture.layer_prefixes
     rest = _numbers(checkpoint, prefixes) - _numbers(checkpoint, prefixes, among=reader.names)
     experts, hidden = count * shape.expert_parameters, reader.architecture.hidden
     size = _size(checkpoint, layers, hidden, rest + experts * shape.experts, rest + experts * shape.top_k)
@@ -82,8 +82,7 @@ def moe_size(reader: ExpertReader, at_once: int | None = None) -> ModelSize:
 
 def dense_size(dense: DenseModel) -> ModelSize:
     """Count the parameters of a dense model, per layer and in all, from its headers alone."""
-    prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
-    numbers = _numbers(dense.checkpoint, prefixes)
+    numbers = _numbers(dense.checkpoint, dense.architecture.layer_prefixes)
     return _size(dense.checkpoint, dense.layers, dense.hidden, numbers, numbers)
 
 

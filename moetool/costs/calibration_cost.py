@@ -56,8 +56,7 @@ class CalibrationCost:
         matrix = dense.hidden * dense.intermediate
         if not runs:
             return BASELINE + 4 * 3 * matrix
-        prefixes = tuple(dense.architecture.layer_prefix(layer) for layer in range(dense.layers))
-        tensors = dense.checkpoint.tensors
+        prefixes, tensors = dense.architecture.layer_prefixes, dense.checkpoint.tensors
         sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
         layer = max(sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in prefixes)
         rest = sum(size for name, size in sizes.items() if not name.startswith(prefixes))

@@ -146,8 +146,7 @@ def layer_numbers(experts: ExpertReader) -> tuple[int, int, int]:
     start = architecture.layer.partition("{")[0]
     sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items() if name not in experts.names}
     layers = [
-        sum(size for name, size in sizes.items() if name.startswith(architecture.layer_prefix(layer)))
-        for layer in range(architecture.layers)
+        sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in architecture.layer_prefixes
     ]
     outside = sum(size for name, size in sizes.items() if not name.startswith(start))
     return outside, max(layers), max(layers[layer] for layer in experts.moe_layers)

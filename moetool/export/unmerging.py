@@ -67,12 +67,11 @@ class Unmerging:
             stored = own if dtype is None else dtype
             self._made[name] = Made(TensorSpec(name, stored, info.shape), partial(_in_parts, stored, info.shape, parts))
 
-    def units(self, prefixes: list[str]) -> list[tuple[int, list[Made]]]:
-        """The tensors by layer, given the layers' prefixes; those of no layer first."""
-        found: dict[int, list[Made]] = {layer: [] for layer in range(REST, len(prefixes))}
+    def units(self) -> list[tuple[int, list[Made]]]:
+        """The tensors by layer; those of no layer first."""
+        found: dict[int, list[Made]] = {layer: [] for layer in range(REST, self._dense.layers)}
         for name, made in self._made.items():
-            owner = next((layer for layer, prefix in enumerate(prefixes) if name.startswith(prefix)), REST)
-            found[owner].append(made)
+            found[self._dense.layer_of(name)].append(made)
         return [(layer, unit) for layer, unit in found.items() if unit]
 
     def _passed(self, name: str, info: TensorInfo) -> tuple[torch.dtype, Parts]:

@@ -94,12 +94,10 @@ def worth_including(source: Source, output: int) -> tuple[str, ...]:
 
 def included_shapes(source: Source) -> list[list[tuple[int, int]]]:
     """Shapes `[out, in]` of the matrices that are included, layer by layer; of those outside of all layers last."""
-    prefixes = [source.architecture.layer_prefix(layer) for layer in range(source.architecture.layers)]
-    found: list[list[tuple[int, int]]] = [[] for _ in (*prefixes, "")]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(source.architecture.layers + 1)]
     for module in source.included:
-        owner = next((layer for layer, prefix in enumerate(prefixes) if module.startswith(prefix)), -1)
         rows, columns = source.checkpoint.info(weight_of(module)).shape
-        found[owner].append((rows, columns))
+        found[source.architecture.layer_of(module)].append((rows, columns))
     return found
 
 

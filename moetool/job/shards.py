@@ -118,15 +118,11 @@ class OutputPlan(PassingPlan):
 
 def _passed(source: Source, layouts: Mapping[int, LayerLayout]) -> dict[int, list[str]]:
     """By layer, −1 for none, names of the tensors that pass through."""
-    architecture = source.architecture
-    count = architecture.layers
-    owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
-    lengths = {len(prefix) for prefix in owners}
-    experts = source.experts.names
+    architecture, experts = source.architecture, source.experts.names
     joined = {layer: _joined(source, layer, layout) for layer, layout in layouts.items()}
-    names: dict[int, list[str]] = {layer: [] for layer in range(-1, count)}
+    names: dict[int, list[str]] = {layer: [] for layer in range(-1, architecture.layers)}
     for name in source.checkpoint.tensors:
-        owner = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
+        owner = architecture.layer_of(name)
         if owner not in layouts or (name not in experts and name not in joined[owner]):
             names[owner].append(name)
     return names

@@ -43,13 +43,10 @@ class CountedPlan(PassingPlan):
         """Everything outside the layers, then the layers in order."""
         source, tensors = self.source, self.source.checkpoint.tensors
         architecture, reader = source.architecture, source.experts
-        count = architecture.layers
-        owners = {architecture.layer_prefix(layer): layer for layer in range(count)}
-        lengths = {len(prefix) for prefix in owners}
         gone = lost_names(source)
-        specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, count)}
+        specs: dict[int, list[TensorSpec]] = {layer: [] for layer in range(-1, architecture.layers)}
         for name, info in tensors.items():
-            layer = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
+            layer = architecture.layer_of(name)
             if name in reader.names or name in reader.biases or name in gone:
                 continue
             shape = list(info.shape)
@@ -61,8 +58,7 @@ class CountedPlan(PassingPlan):
                 specs[layer] += self.passing(name)
         if source.keeps_stored:
             for name in unread_beside(source):
-                layer = next((owners[name[:length]] for length in lengths if name[:length] in owners), -1)
-                specs[layer] += self.passing_as_stored(name)
+                specs[architecture.layer_of(name)] += self.passing_as_stored(name)
         for layer, own in specs.items():
             own += self._experts(layer) if reader.has(layer) else ()
             if own:

@@ -70,6 +70,12 @@ def test_layer_prefixes_do_not_match_each_other(mixtral: Architecture) -> None:
     assert not mixtral.weight_name(10, 0, "gate").startswith(mixtral.layer_prefix(1))
 
 
+def test_a_layer_is_told_by_the_names_of_its_tensors(mixtral: Architecture) -> None:
+    inside = [prefix + "input_layernorm.weight" for prefix in mixtral.layer_prefixes]
+    further = mixtral.layer_prefix(mixtral.layers) + "eh_proj.weight"  # of a layer that transformers does not have
+    assert [mixtral.layer_of(name) for name in (*inside, further, "lm_head.weight")] == [*range(mixtral.layers), -1, -1]
+
+
 @pytest.mark.parametrize("value", [None, 0, -1, 2.5, "4"])
 def test_a_number_must_be_positive_and_whole(value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"num_local_experts|experts"):

@@ -33,9 +33,8 @@ def unmerging(made: Path, model: Upcycled, **options: Any) -> Unmerging:
     return Unmerging(checkpoint, experts, dense.architecture, dense.checkpoint.tensors, model.spec.layers, **options)
 
 
-def tensors_of(unmerged: Unmerging, dense: DenseModel, path: Path) -> Mapping[str, Tensor]:
-    prefixes = [dense.architecture.layer_prefix(layer) for layer in range(dense.layers)]
-    made = [one for _, unit in unmerged.units(prefixes) for one in unit]
+def tensors_of(unmerged: Unmerging, path: Path) -> Mapping[str, Tensor]:
+    made = [one for _, unit in unmerged.units() for one in unit]
     return load_file(write_made(path, made, {}) / "model.safetensors")
 
 
@@ -78,13 +77,13 @@ def test_back_to_the_very_tensors(
     pieces = {"experts": Pieces(dense, granularity, dense.dtype), "granularity": granularity}
     model = upcycled(dense, target, **shape, **(pieces if granularity > 1 else {}))
     unmerged = unmerging(write_upcycled(tmp_path / "made", model), model, expert=3, granularity=granularity)
-    assert same(tensors_of(unmerged, dense, tmp_path / "back"), dense)
+    assert same(tensors_of(unmerged, tmp_path / "back"), dense)
 
 
 def test_norms_kept_less_one_come_back_as_near_as_fp32_allows(tmp_path: Path) -> None:
     dense = open_dense(save_dense(tmp_path / "dense", "gemma"))
     model = upcycled(dense, "granitemoe")
-    found = tensors_of(unmerging(write_upcycled(tmp_path / "made", model), model), dense, tmp_path / "back")
+    found = tensors_of(unmerging(write_upcycled(tmp_path / "made", model), model), tmp_path / "back")
     before = load_file(tmp_path / "dense" / "model.safetensors")
     assert found.keys() == before.keys()
     for name, tensor in before.items():
@@ -98,18 +97,18 @@ def test_bf16_norms_come_back_exactly_through_fp32(tmp_path: Path) -> None:
     dense = open_dense(save_dense(tmp_path / "dense", "gemma", dtype=torch.bfloat16))
     model = upcycled(dense, "granitemoe", dtype=torch.float32)
     unmerged = unmerging(write_upcycled(tmp_path / "made", model), model, dtype=torch.bfloat16)
-    assert same(tensors_of(unmerged, dense, tmp_path / "back"), dense)
+    assert same(tensors_of(unmerged, tmp_path / "back"), dense)
 
 
 def test_the_expert_that_was_asked_for(tmp_path: Path) -> None:
     sources = [open_dense(save_dense(tmp_path / str(seed), "phi3", seed=seed)) for seed in range(2)]
     model = upcycled(sources[0], experts=Copies(sources))
     made = write_upcycled(tmp_path / "made", model)
-    second = tensors_of(unmerging(made, model, expert=1), sources[0], tmp_path / "one")
+    second = tensors_of(unmerging(made, model, expert=1), tmp_path / "one")
     stored = [load_file(source.checkpoint.path / "model.safetensors") for source in sources]
     for name, tensor in second.items():
         assert tensor.equal(stored[1 if ".mlp." in name else 0][name]), name
-    assert same(tensors_of(unmerging(made, model, expert=2), sources[0], tmp_path / "two"), sources[0])
+    assert same(tensors_of(unmerging(made, model, expert=2), tmp_path / "two"), sources[0])
 
 
 @pytest.mark.parametrize("target", ["mixtral", "moetool"])
@@ -119,7 +118,7 @@ def test_what_was_redrawn_is_what_comes_back(target: str, tmp_path: Path) -> Non
     model = upcycled(dense, target, experts=redrawn)
     made = write_upcycled(tmp_path / "made", model)
     for expert in range(EXPERTS):
-        found = tensors_of(unmerging(made, model, expert=expert), dense, tmp_path / str(expert))
+        found = tensors_of(unmerging(made, model, expert=expert), tmp_path / str(expert))
         for role in dense.architecture.roles:
             name = dense.architecture.weight_name(1, role)
             assert found[name].equal(redrawn.matrix(1, expert, role))
@@ -128,8 +127,8 @@ def test_what_was_redrawn_is_what_comes_back(target: str, tmp_path: Path) -> Non
 def test_units_go_layer_by_layer(tmp_path: Path) -> None:
     dense = open_dense(save_dense(tmp_path / "dense", "llama"))
     model = upcycled(dense)
-    prefixes = [dense.architecture.layer_prefix(layer) for layer in range(3)]
-    units = unmerging(write_upcycled(tmp_path / "made", model), model).units(prefixes)
+    prefixes = dense.architecture.layer_prefixes
+    units = unmerging(write_upcycled(tmp_path / "made", model), model).units()
     assert [layer for layer, _ in units] == [REST, 0, 1, 2]
     for layer, unit in units:
         names = {made.spec.name for made in unit}
@@ -174,10 +173,9 @@ def test_a_sibling_can_be_named_for_moe_models_of_other_origin(
     assert config["architectures"] == [sibling]
     assert config["intermediate_size"] == 48
     assert not any("expert" in key or "router" in key for key in config)
-    tensors_of(unmerging(made, model), dense, tmp_path / "back")
+    tensors_of(unmerging(made, model), tmp_path / "back")
     (tmp_path / "back" / "config.json").unlink()
-    prefixes = [dense.architecture.layer_prefix(layer) for layer in range(3)]
-    units = unmerging(made, model).units(prefixes)
+    units = unmerging(made, model).units()
     write_made(tmp_path / "sibling", [one for _, unit in units for one in unit], config)
     assert logits(load(tmp_path / "sibling")).equal(logits(load(tmp_path / "dense")))
 

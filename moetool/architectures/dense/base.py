@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from moetool.architectures.layers import DecoderLayers
 from moetool.architectures.shape import Role
 
 # What a layer may do that a plain Llama does not, as an error message says it.
@@ -50,7 +51,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class DenseArchitecture:
+class DenseArchitecture(DecoderLayers):
     """A dense model, described by name templates; where other models surround it, these are of the language model
     alone.
 
@@ -115,10 +116,6 @@ class DenseArchitecture:
     def is_joined(self) -> bool:
         """Whether one tensor on disk holds gate and up."""
         return self.weights.get("gate") == self.weights["up"]
-
-    def layer_prefix(self, layer: int) -> str:
-        """The beginning of all tensor names of a layer, such as `model.layers.3.`, with its dot."""
-        return self.layer.format(layer=layer) + "."
 
     def ffn_prefix(self, layer: int) -> str:
         """The beginning of the tensor names of a layer's feed-forward network, such as `model.layers.3.mlp.`, with its

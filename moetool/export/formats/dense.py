@@ -102,12 +102,8 @@ class ExportDense(Stage[ExportDenseOptions]):
         )
 
     def _shards(self) -> ShardPlan:
-        units = self._unmerging.units(self._prefixes)
+        units = self._unmerging.units()
         return ShardPlan(((layer, [made.spec for made in unit]) for layer, unit in units), self.options.shard_size)
-
-    @property
-    def _prefixes(self) -> list[str]:
-        return [self._dense.architecture.layer_prefix(layer) for layer in range(self._dense.layers)]
 
     def plan(self) -> Plan:
         matrix, output = self._dense.hidden * self._dense.intermediate, self._shards().nbytes
@@ -125,7 +121,7 @@ class ExportDense(Stage[ExportDenseOptions]):
         shared = "none" if self._upcycled is None else self._upcycled.shared
         if shared != "none" or "shared_expert_intermediate_size" in self.source.checkpoint.settings:
             job.progress.log("The shared expert is left out: the dense model is the routed expert alone.")
-        units = dict(self._unmerging.units(self._prefixes))
+        units = dict(self._unmerging.units())
         write_checkpoint(
             job,
             self._shards(),

@@ -1,0 +1,32 @@
+"""Which decoder layer a tensor belongs to, by its name."""
+
+import re
+from functools import cached_property
+
+
+class DecoderLayers:
+    """Names of the tensors of a model's `layers` decoder layers, each of which begins with `layer`, in which `{layer}`
+    stands for its number."""
+
+    layers: int
+    layer: str
+
+    def layer_prefix(self, layer: int) -> str:
+        """The beginning of all tensor names of a decoder layer, such as `model.layers.3.`, with its dot."""
+        return self.layer.format(layer=layer) + "."
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the tensor names of every decoder layer, in order."""
+        return tuple(map(self.layer_prefix, range(self.layers)))
+
+    def layer_of(self, name: str) -> int:
+        """The number of the decoder layer that a tensor or a module in it is in; −1 for what is outside of all."""
+        found = self._numbered.match(name)
+        layer = -1 if found is None else int(found[1])
+        return layer if layer < self.layers else -1
+
+    @cached_property
+    def _numbered(self) -> re.Pattern[str]:
+        before, after = map(re.escape, self.layer.split("{layer}"))
+        return re.compile(rf"{before}(\d+){after}\.")
