@@ -63,6 +63,11 @@ def did_you_mean(said: str, known: Iterable[str]) -> str:
     return f" Did you mean {names[close[0]]}?" if close else ""
 
 
+def in_one_line(error: BaseException, most: int) -> str:
+    """A library's error message in one line of at most so many characters; the class's name if there is no message."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def full_disk(error: BaseException | None) -> str | None:
     """The system's words for a full disk, quota or file, if that is what an exception came of; `None` for any other."""
     while error is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moetool.errors import InvalidInputError, MoetoolError
+from moetool.errors import InvalidInputError, MoetoolError, in_one_line
 
 
 @contextmanager
@@ -39,5 +39,5 @@ def refused(what: str) -> Iterator[None]:
     except (MoetoolError, MemoryError, OutOfMemoryError):
         raise
     except Exception as error:
-        reason = (" ".join(str(error).split())[:300] or type(error).__name__).rstrip(".")
+        reason = in_one_line(error, 300).rstrip(".")
         raise InvalidInputError(f"transformers cannot {what}: {reason}.") from error

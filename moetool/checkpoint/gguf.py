@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import InvalidInputError, ResourceError
+from moetool.errors import InvalidInputError, ResourceError, in_one_line
 from moetool.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def converted(file: Path, *, weights: bool = True) -> Path:
         ) from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         # Names, sizes and types in it can be anything, and two libraries work on them.
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = in_one_line(error, 200)
         raise InvalidInputError(
             f"{file} is damaged: its metadata or tensors contradict each other ({reason}). Download it again."
         ) from error

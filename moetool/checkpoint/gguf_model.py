@@ -22,7 +22,7 @@ from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.gguf_config import GgufConfig
 from moetool.checkpoint.permissions import open_to_readers
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, in_one_line
 from moetool.format.gguf.families import family_in_file
 from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.tokenizer import CUTTINGS
@@ -87,7 +87,7 @@ class GgufModel:
         try:
             reader = library.GGUFReader(self.file)
         except (ValueError, KeyError, IndexError, OSError, OverflowError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = in_one_line(error, 200)
             raise InvalidInputError(
                 f"Cannot read {self.file}: it is damaged, cut short, or has numbers of an unknown type ({reason})."
             ) from error
@@ -330,7 +330,7 @@ class GgufModel:
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.file.parent, gguf_file=self.file.name)
         except Exception as error:  # transformers knows some tokenizers only, and says so in many ways
-            reason = " ".join(str(error).split())[:200]
+            reason = in_one_line(error, 200)
             raise InvalidInputError(f"transformers cannot read the tokenizer of {self.file}: {reason}") from error
         if self._field(f"{_VOCABULARY}model") == "gpt2":
             self._cut_as_said(tokenizer.backend_tokenizer)

@@ -180,10 +180,14 @@ class Workspace(Books):
         ranks.broadcast(({name for name in units if self.is_done(name)}, told))
 
     def discard(self) -> None:
+        self._empty()
+        self._journal = Journal(self.work / _JOURNAL, self.fingerprint, self._inputs.states)
+
+    def _empty(self) -> None:
+        """Remove everything that is only for the work, the journal that tells of it last."""
         path = self.work / _JOURNAL
         _delete(_entries(self.work) - {path, self._lock.path})
         _delete([path])
-        self._journal = Journal(path, self.fingerprint, self._inputs.states)
 
     def abandon(self) -> None:
         """The job failed. If nothing is there to go on with, leave nothing at all: a mended command can start."""
@@ -198,11 +202,9 @@ class Workspace(Books):
             self.output.rmdir()
 
     def close(self) -> None:
-        """The job is finished: remove everything that was only for the work, the journal that says so last."""
+        """The job is finished, as the journal says until it is removed as the last of what was only for the work."""
         self._journal.done(FINISHED)
-        path = self.work / _JOURNAL
-        _delete(_entries(self.work) - {path, self._lock.path})
-        _delete([path])
+        self._empty()
         self._lock.release(remove=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import InvalidInputError, ResourceError
+from moetool.errors import InvalidInputError, ResourceError, in_one_line
 from moetool.job.result import Printed
 from moetool.version import __version__
 
@@ -233,7 +233,7 @@ def _failing(library: Library) -> str | None:
             warnings.simplefilter("ignore")
             importlib.import_module(_MODULES.get(library.name, library.name))
     except Exception as error:  # whatever a library does when it is loaded
-        reason = " ".join(str(error).split())[:200].rstrip(".")
+        reason = in_one_line(error, 200).rstrip(".")
         remedy = f"{_install(library)} --force-reinstall"
         return f"{library.name} {library.version} cannot be imported ({reason}): {remedy}."
     return None

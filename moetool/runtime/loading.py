@@ -17,7 +17,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import InvalidInputError, ResourceError
+from moetool.errors import InvalidInputError, ResourceError, in_one_line
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.families import architecture_of
 from moetool.format.marker import moetool_entry
@@ -153,8 +153,7 @@ def load_model(
                 model, told = _from_decoded(checkpoint, options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         _refuse_experts(checkpoint)
-        reason = " ".join(str(error).split())[:300]
-        raise InvalidInputError(f"transformers cannot load {checkpoint.source}: {reason}") from error
+        raise InvalidInputError(f"transformers cannot load {checkpoint.source}: {in_one_line(error, 300)}") from error
     refuse_loaded(checkpoint, told)
     _forget_aliases(model, renamed)
     run_experts_of_any_width(model)

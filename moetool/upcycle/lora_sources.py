@@ -15,7 +15,7 @@ from moetool.checkpoint.names import ADAPTER, CONFIG, INDEX, SINGLE
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import resolve_source
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, in_one_line
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -56,8 +56,9 @@ def merge_adapter(adapter: Path, base: Checkpoint, target: Path) -> None:
     except Exception as error:  # of four libraries
         if (explained := storage_problem(error, target)) is not None:
             raise explained from error
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
-        raise InvalidInputError(f"Adapter {adapter} cannot be merged into {base.path}: {reason}") from error
+        raise InvalidInputError(
+            f"Adapter {adapter} cannot be merged into {base.path}: {in_one_line(error, 400)}"
+        ) from error
     del model, adapted, merged
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

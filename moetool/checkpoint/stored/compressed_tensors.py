@@ -20,7 +20,7 @@ from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, StoredTensors
 from moetool.checkpoint.stored.fp8 import BlockScaled
 from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, in_one_line
 
 _PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
 _IN_WORDS = (_PACKED, _NVFP4)
@@ -126,7 +126,7 @@ def _library(form: str, weights: str) -> tuple[Any, Any]:
     try:
         scheme = QuantizationScheme(targets=["Linear"], weights=json.loads(weights), format=form)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_one_line(error, 200)
         raise InvalidInputError(f"quantization_config: compressed-tensors refuses its weights: {reason}.") from error
     return BaseCompressor.get_value_from_registry(form), scheme
 

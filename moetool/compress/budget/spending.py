@@ -105,11 +105,16 @@ def cheapest(
         changed = (own[index].spent(price)[0] for own, index in zip(places, found, strict=True) if index is not None)
         return sum(changed) + sum(nbytes for members, nbytes in unchanged if found[members[0]] is None)
 
+    return taken(_lowest_price(size, budget))
+
+
+def _lowest_price(size: Callable[[float], int], budget: int) -> float:
+    """The lowest price per byte at which everything fits into the budget; the highest there is if nothing does."""
     low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if size(math.exp(middle)) <= budget else (middle, high)
-    return taken(math.exp(high))
+    return math.exp(high)
 
 
 def _row(group: Group[FormT, ItemKeyT], choose: Callable[[ItemKeyT, Item[FormT]], int]) -> _Row[ItemKeyT]:
@@ -132,11 +137,7 @@ def _water_filling(groups: Sequence[Group[FormT, ItemKeyT]], budget: int) -> dic
         sizes = ((group, group.at(price)) for group in groups)
         return sum((group.native_bytes or 0) if taken is None else taken for group, taken in sizes)
 
-    low, high = -300.0, 300.0  # log of the price; sizes fall as it rises
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if size(math.exp(middle)) <= budget else (middle, high)
-    price = math.exp(high)
+    price = _lowest_price(size, budget)
     rows = [None if group.at(price) is None else _row(group, lambda _, item: item.at(price)) for group in groups]
     direct, stepwise = _Purse(groups, rows, budget), _Purse(groups, rows, budget)
     direct.spend()
