@@ -1,7 +1,7 @@
 """Checking a checkpoint file by file and tensor by tensor, alone or against one that it was made from."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -75,7 +75,7 @@ def verify_checkpoint(
     manifest = manifest_of(folder)
     problems: list[str] = []
     notes: list[str] = []
-    made = None
+    made, original = None, _Original()
     is_foreign = moetool_entry(checkpoint.config) is None and checkpoint.stored_as is not None
     is_packed = manifest is not None and (is_foreign or is_quantized_elsewhere(checkpoint.config))
     if is_packed:
@@ -86,50 +86,26 @@ def verify_checkpoint(
     if manifest is not None:
         found = check_files(folder, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
-    same: set[str] = set()
-    rounded: set[str] = set()
-    pair = comparison = compared = None
     if against is not None:
-        original = Checkpoint.open(against)
-        is_itself = original.fingerprint() == checkpoint.fingerprint()
-        steps = () if is_itself else _steps(manifest, original, known, notes)
-        stages = [step.stage for step in steps or ()]
-        if steps is None:
-            problems.append(f"its manifest names another source than {against}")
-        # An export shows the matrices that codes stood for beside experts.
-        pair = _comparable(made, _moe_source(original, as_matrices=not quantized_tensors(checkpoint)))
-        if pair is None and not steps and not is_itself:
-            problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
-        if is_packed and stages == ["compressed-tensors"]:
-            compared = decoded(original)
-            same = (checkpoint.tensors.keys() & compared.tensors.keys()) - checkpoint.forms.keys()
-        if pair is not None:
-            compared = pair[1].checkpoint
-            lost = _passed(*pair) - checkpoint.tensors.keys()
-            problems += [f"{name} is missing" for name in sorted(lost)]
-            if "trains" not in effects_of(stages, known):
-                made_anew = quantized_tensors(checkpoint) - quantized_tensors(original)
-                rounded = checkpoint.tensors.keys() & _rounded(checkpoint, original, pair[1].architecture, steps or [])
-                same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew - rounded
-        comparison = Comparison(
-            against=str(against), stages=stages, same_tensors=len(same), rounded_tensors=len(rounded)
-        )
+        original = _compared(checkpoint, made, against, manifest, known, is_packed=is_packed)
+        problems += original.problems
+        notes += original.notes
     with phase(progress, "Verify", len(checkpoint.tensors)):
         for name in checkpoint.tensors:
             tensor = checkpoint.read(name)
             if not is_finite(tensor):
                 problems.append(f"{name} holds NaN or infinity")
-            if name in same and compared is not None:
-                if name not in compared.tensors:
+            if name in original.same and original.shown is not None:
+                if name not in original.shown.tensors:
                     problems.append(f"{name} is not in {against}")
-                elif not torch.equal(tensor, compared.read(name)):
+                elif not torch.equal(tensor, original.shown.read(name)):
                     problems.append(f"{name} differs from {against}")
             progress.advance()
     if made is not None:
         problems += [problem for layer in made.experts.layouts for problem in made.experts.damage(layer)]
     _raise_for(path, problems)
-    if comparison is not None and pair is not None:
-        errors = ExpertErrors(*pair, effects_of(comparison.stages, known))
+    if (comparison := original.comparison) is not None and original.pair is not None:
+        errors = ExpertErrors(*original.pair, effects_of(comparison.stages, known))
         errors.compare(progress)
         _raise_for(path, errors.problems)
         comparison = replace(comparison, relative_error=errors.relative, expert_error=errors.by_expert)
@@ -140,6 +116,64 @@ def verify_checkpoint(
         comparison=comparison,
         notes=notes,
     )
+
+
+@dataclass(frozen=True)
+class _Original:
+    """What a checkpoint and a source that it is compared with have to have in common.
+
+    Attributes:
+        comparison: what is told of both, without errors of experts.
+        pair: both as MoE models, if these are of one family and shape.
+        shown: the source, with the tensors that are compared.
+        same: names of the tensors that have to be those of the source, bit for bit.
+        problems: of names, found before any tensor is read.
+        notes: what cannot be told.
+    """
+
+    comparison: Comparison | None = None
+    pair: tuple[Source, Source] | None = None
+    shown: Checkpoint | None = None
+    same: Set[str] = frozenset()
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def _compared(
+    checkpoint: Checkpoint,
+    made: Source | None,
+    against: str | Path,
+    manifest: Manifest | None,
+    known: Stages,
+    *,
+    is_packed: bool,
+) -> _Original:
+    """Compare names and manifests of a checkpoint and a source: what of the source has to be in the checkpoint."""
+    source = Checkpoint.open(against)
+    problems, notes = list[str](), list[str]()
+    is_itself = source.fingerprint() == checkpoint.fingerprint()
+    steps = () if is_itself else _steps(manifest, source, known, notes)
+    stages = [step.stage for step in steps or ()]
+    if steps is None:
+        problems.append(f"its manifest names another source than {against}")
+    # An export shows the matrices that codes stood for beside experts.
+    pair = _comparable(made, _moe_source(source, as_matrices=not quantized_tensors(checkpoint)))
+    if pair is None and not steps and not is_itself:
+        problems.append(f"it is not made from {against}: family or shape differ, and no manifest says otherwise")
+    shown, same, rounded = None, set[str](), set[str]()
+    if is_packed and stages == ["compressed-tensors"]:
+        shown = decoded(source)
+        same = (checkpoint.tensors.keys() & shown.tensors.keys()) - checkpoint.forms.keys()
+    if pair is not None:
+        shown = pair[1].checkpoint
+        lost = _passed(*pair) - checkpoint.tensors.keys()
+        problems += [f"{name} is missing" for name in sorted(lost)]
+        if "trains" not in effects_of(stages, known):
+            made_anew = quantized_tensors(checkpoint) - quantized_tensors(source)
+            rounded = checkpoint.tensors.keys() & _rounded(checkpoint, source, pair[1].architecture, steps or [])
+            same = checkpoint.tensors.keys() - pair[0].experts.names - made_anew - rounded
+    comparison = Comparison(against=str(against), stages=stages, same_tensors=len(same), rounded_tensors=len(rounded))
+    return _Original(comparison, pair, shown, same, problems, notes)
 
 
 def _verify_unread(path: str | Path, file: GgufModel, progress: Progress, *, edited: bool) -> Verification:
