@@ -20,7 +20,6 @@ class Measured:
     Attributes:
         gram: `[in, in]`, sum of x x^T over the inputs. Codes of full matrices then make up for each other's errors, and
             factors are best on these inputs. `None`: every input counts the same.
-        importance: `[in]`, how much the squared error of each input counts, if not as the diagonal of `gram` says.
         norm: of errors at the outputs; `None` for the plain one.
         basis: `[out, k]`, for quantized factors of a rank up to k: the first columns span what U should span.
         feedback: of `gram`, where it was made before.
@@ -30,7 +29,6 @@ class Measured:
     """
 
     gram: Tensor | None = None
-    importance: Tensor | None = None
     norm: OutputNorm | None = None
     basis: Tensor | None = None
     feedback: Feedback | None = None
@@ -48,9 +46,7 @@ class Measured:
     @property
     def energy(self) -> Tensor | None:
         """Weight `[in]` of each input's squared error; `None` if all inputs count alike."""
-        if self.importance is not None or self.gram is None:
-            return self.importance
-        return self.gram.diagonal()
+        return None if self.gram is None else self.gram.diagonal()
 
     def with_feedback(self) -> "Measured":
         """Return the measurements with the factors of error feedback, for several matrices that have the same

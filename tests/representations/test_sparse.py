@@ -111,12 +111,12 @@ def test_magnitude_keeps_the_largest() -> None:
 
 def test_magnitude_with_importance() -> None:
     matrix, importance = delta(), torch.linspace(0.1, 3, 20, dtype=torch.float64)
-    tensors = MagnitudeSparse(0.1).encode(matrix, torch.float64, Measured(importance=importance))
+    tensors = MagnitudeSparse(0.1).encode(matrix, torch.float64, Measured(importance.diag()))
     kept = MagnitudeSparse(0.1).decode(tensors, SHAPE, torch.float64) != 0
     score = matrix.square() * importance
     assert score[kept].min() > score[~kept].max()
     with pytest.raises(ValueError, match="importance must be"):
-        MagnitudeSparse(0.1).encode(matrix, torch.float64, Measured(importance=importance[:3]))
+        MagnitudeSparse(0.1).encode(matrix, torch.float64, Measured(importance[:3].diag()))
 
 
 def test_ties_and_zeros_leave_exactly_k() -> None:
