@@ -27,6 +27,21 @@ from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.quantized import QuantizedModule
 from moetool.runtime.plugin import MoetoolConfig, MoetoolQuantizer
 
+# A program that says of each checkpoint whether transformers loads it by itself.
+WITHOUT_MOETOOL = """
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as where moetool is not installed
+import sys
+from transformers import AutoModelForCausalLM
+for path in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+        print("loaded")
+    except RuntimeError as error:
+        print("refused" if "mismatch" in str(error) else f"failed: {error}")
+assert "moetool" not in sys.modules
+"""
+
 MIXTRAL = MoEShape(experts=4, top_k=2, hidden=32, intermediate=48)
 QWEN = MoEShape(experts=6, top_k=2, hidden=32, intermediate=24)
 LAYERS = (0, 1, 2)

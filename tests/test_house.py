@@ -58,12 +58,18 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, parsed."""
+    return {module: ast.parse(path.read_text()) for module, path in modules().items()}
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Every module of the package, and those of it that it imports anywhere, `TYPE_CHECKING` blocks included."""
     found: dict[str, set[str]] = {}
-    for module, path in modules().items():
+    for module, tree in trees().items():
         found[module] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found[module] |= {alias.name for alias in node.names if alias.name in modules()}
             elif isinstance(node, ast.ImportFrom) and node.module in modules():
@@ -107,15 +113,15 @@ def test_no_room_asks_which_representation_it_has() -> None:
     """A representation says what it takes: outside its room nothing asks for one of them, or for a run-time form."""
     forms = {member for form in representations().values() for member in form.__mro__}
     names = {form.__name__ for form in forms if issubclass(form, Representation)}
-    for module, path in modules().items():
+    for module, tree in trees().items():
         if room(module) == "representations":
-            defined = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+            defined = (node for node in tree.body if isinstance(node, ast.ClassDef))
             names |= {node.name for node in defined if node.name.endswith("Weight") and node.name != "Weight"}
     asked = {
         f"{module}:{node.lineno}"
-        for module, path in modules().items()
+        for module, tree in trees().items()
         if room(module) != "representations"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
         if names & {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
     }
@@ -126,8 +132,8 @@ def test_no_room_asks_which_representation_it_has() -> None:
 def test_classes_and_constants_have_names_of_their_own() -> None:
     """Type aliases, type variables and options included: a name says what it is wherever one meets it."""
     places: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for name in public_names(ast.parse(path.read_text())):
+    for module, tree in trees().items():
+        for name in public_names(tree):
             places.setdefault(name, []).append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1 and name not in CONTRACTS}
 

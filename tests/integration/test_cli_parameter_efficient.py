@@ -22,6 +22,7 @@ from checkpoints import (
     tensors_of,
     weight_bytes,
 )
+from kinds import WITHOUT_MOETOOL
 from sampling import sampled
 from torch import Tensor
 
@@ -374,21 +375,6 @@ def test_without_their_entry_they_do_not_load(pesc: Path, simoe: Path, tmp_path:
     change_config(path, quantization_config=None)
     with pytest.raises(RuntimeError, match="mismatch"):
         load(path)
-
-
-WITHOUT_MOETOOL = """
-import os
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as where moetool is not installed
-import sys
-from transformers import AutoModelForCausalLM
-for path in sys.argv[1:]:
-    try:
-        AutoModelForCausalLM.from_pretrained(path)
-        print("loaded")
-    except RuntimeError as error:
-        print("refused" if "mismatch" in str(error) else f"failed: {error}")
-assert "moetool" not in sys.modules
-"""
 
 
 # -- tuning

@@ -35,18 +35,6 @@ from moetool.runtime.modules.moefied import NeuronExperts
 EXPERTS, CONFIGS = 4, Path(__file__).parent.parent / "configs"
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DenseModel]:
-    directory, found = tmp_path_factory.mktemp("dense"), {}
-
-    def get(family: str) -> DenseModel:
-        if family not in found:
-            found[family] = open_dense(save_dense(directory / family, family))
-        return found[family]
-
-    return get
-
-
 def moefied(dense: DenseModel, selector: SelectorKind = "mlp", keep: float = 0.5, **options: Any) -> Moefied:
     """Neurons backwards, with a centre and a selector of random numbers."""
     width, hidden = dense.intermediate, dense.hidden

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from upcycled import open_dense, save_dense
 
 from moetool.calibration.masking import SHARE, masked_windows
 from moetool.calibration.streaming import StreamedModel
@@ -22,18 +21,6 @@ from moetool.runtime.loading import model_class
 FAMILIES = ["gpt2", "llama", "llama-mlp-bias", "phi3", "gpt_neox", "falcon", "gpt_bigcode", "opt", "bert"]
 WINDOWS, LENGTH, MOST = 7, 20, 45
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DenseModel]:
-    directory, found = tmp_path_factory.mktemp("dense"), {}
-
-    def get(family: str) -> DenseModel:
-        if family not in found:
-            found[family] = open_dense(save_dense(directory / family, family))
-        return found[family]
-
-    return get
 
 
 @pytest.fixture(scope="module")

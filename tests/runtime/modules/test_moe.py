@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_families import build_dense
+from kinds import WITHOUT_MOETOOL
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
@@ -297,20 +298,6 @@ def test_a_missing_tensor_is_named(name: str, saved: dict[str, Path], tmp_path: 
 
 
 # Without moetool transformers must not fill the networks at random. The process runs while other tests go on.
-
-WITHOUT_MOETOOL = """
-import os
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as where moetool is not installed
-import sys
-from transformers import AutoModelForCausalLM
-for path in sys.argv[1:]:
-    try:
-        AutoModelForCausalLM.from_pretrained(path)
-        print("loaded")
-    except RuntimeError as error:
-        print("refused" if "mismatch" in str(error) else f"failed: {error}")
-assert "moetool" not in sys.modules
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
