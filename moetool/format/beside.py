@@ -28,12 +28,10 @@ def weight_of(module: str) -> str:
     return f"{module}.weight"
 
 
-def quantizable(architecture: Architecture, layers: int) -> dict[str, tuple[str, ...]]:
+def quantizable(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """Modules that may be quantized, `attention` and `embeddings`, whether or not a model has all of them."""
     return {
-        "attention": tuple(
-            architecture.layer_prefix(layer) + name for layer in range(layers) for name in architecture.attention
-        ),
+        "attention": tuple(prefix + name for prefix in architecture.layer_prefixes for name in architecture.attention),
         "embeddings": architecture.embeddings,
     }
 
@@ -50,7 +48,7 @@ def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
     if not isinstance(listed, Mapping):
         raise InvalidInputError(f"quantization_config.{BESIDE} must be an object by module, not {listed!r}.")
     architecture = architecture_of(config)
-    known = {name for names in quantizable(architecture, architecture.layers).values() for name in names}
+    known = {name for names in quantizable(architecture).values() for name in names}
     found = {}
     for name, spec in listed.items():
         if name not in known:

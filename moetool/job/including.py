@@ -112,7 +112,7 @@ def included_bytes(source: Source) -> int:
 
 def _weights(source: Source, kind: str) -> dict[str, TensorInfo]:
     """Headers of the matrices of a kind that are stored in 16 or 32 bits, by the module that holds them."""
-    names = quantizable(source.architecture, source.architecture.layers)[kind]
+    names = quantizable(source.architecture)[kind]
     found = {name: source.checkpoint.tensors.get(weight_of(name)) for name in names}
     return {name: info for name, info in found.items() if info is not None and info.dtype in _WIDE}
 

@@ -279,7 +279,7 @@ def _rounded(
 ) -> set[str]:
     """Weights beside the experts that are, or on the way from a source were, stored in codes that the source does not
     have (`--include`)."""
-    kinds = quantizable(architecture, architecture.layers)
+    kinds = quantizable(architecture)
     asked = [(step.chosen or {}).get("include") for step in steps]
     included = {name for names in asked if isinstance(names, list) for kind in names for name in kinds.get(kind, ())}
     modules = (included | quantized_beside(checkpoint.settings).keys()) - quantized_beside(original.settings).keys()

@@ -264,7 +264,7 @@ def _named_for(model: "PreTrainedModel", config: Settings, entry: dict[str, Any]
     if not (beside := entry.get(BESIDE)):
         return entry
     architecture = architecture_of(config)
-    known = {name for names in quantizable(architecture, architecture.layers).values() for name in names}
+    known = {name for names in quantizable(architecture).values() for name in names}
     paths = paths_in(model, [name for name in beside if name not in known])
     return {**entry, BESIDE: {paths.get(name, name): form for name, form in beside.items()}}
 

@@ -65,12 +65,12 @@ def test_older_readers_refuse_it_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 def test_families_name_projections_and_embeddings_and_nothing_else() -> None:
     for model_type, sizes in families.FAMILIES.items():
         family = find_architecture({"model_type": model_type, **families.COMMON, **sizes})
-        names = quantizable(family, 1)
+        names = quantizable(family)
         assert all(
             name.endswith(("_proj", "_proj_with_mqa", "self_attn.output_gate", "in_proj_qkvz", "in_proj_ba"))
             for name in names["attention"]
         ), family.name
         assert names["embeddings"] == ("model.embed_tokens", "lm_head")
     sizes = {**families.COMMON, **families.FAMILIES["deepseek_v3"]}
-    latent = quantizable(find_architecture({"model_type": "deepseek_v3", **sizes}), 1)
+    latent = quantizable(find_architecture({"model_type": "deepseek_v3", **sizes}))
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa" in latent["attention"]
