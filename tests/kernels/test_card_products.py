@@ -35,7 +35,6 @@ FORMS = [
 # A byte below another or none; several blocks of rows and columns, the last ones in part; columns that are not aligned.
 TRELLISES = [("row", (8, 48)), ("32", (40, 160)), ("128", (8, 256)), ("4", (24, 36))]
 TRANSPOSED = [("row", (8, 48)), ("16", (72, 48)), ("4", (24, 36))]
-MANY = ["sparse:0.5:2", "int8", "quantised:2:8"]
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ BASED = LayerLayout(
     SHAPE,
     dict.fromkeys(SHAPE.roles, FORMS),
     32,
-    base=dict.fromkeys(SHAPE.roles, parse_representation("quantised:2:16")),
+    base=dict.fromkeys(SHAPE.roles, BASE),
 )
 TURNED = LayerLayout(
     SHAPE,

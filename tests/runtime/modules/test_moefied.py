@@ -71,10 +71,6 @@ def masked(experts: NeuronExperts, rows: Tensor, chosen: Tensor) -> Tensor:
     return F.linear(centre + mask * (activations(experts, rows) - centre), down.weight, down.bias)
 
 
-def whole(experts: NeuronExperts) -> list[tuple[int, int]]:
-    return [(0, experts.intermediate)]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_selected_is_the_dense_network_bit_for_bit(family: str) -> None:
     experts = build(family)
