@@ -24,7 +24,7 @@ from moetool.calibration.output_gradients import load_moment, metric_path, root
 from moetool.checkpoint.experts import Weights
 from moetool.numerics.row_feedback import LINKED_ROWS, RowMetric
 
-_OUTPUT_DAMPING = 0.1  # of every output's own moment
+OUTPUT_DAMPING = 0.1  # of every output's own moment
 _NEURON_DAMPING = 0.3  # of every gate's and up's: slopes of a few hundred tokens tell less
 _MAKING_GOOD_DAMPING = 0.5  # of up's, where it makes good for gate: its own codes are to stay near to it
 _FLOOR = 0.03  # of the mean moment: a neuron that was silent on the text may speak later
@@ -98,7 +98,7 @@ class OutputMetric:
         self.moment = moment
 
     def among(self, rows: Tensor) -> Tensor:
-        return damped(self.moment[rows][:, rows], _OUTPUT_DAMPING)
+        return damped(self.moment[rows][:, rows], OUTPUT_DAMPING)
 
 
 class NeuronMetric:

@@ -17,7 +17,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 @pytest.fixture
 def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_OUTPUT_DAMPING", "_NEURON_DAMPING", "_FLOOR"):
+    for name in ("OUTPUT_DAMPING", "_NEURON_DAMPING", "_FLOOR"):
         monkeypatch.setattr(output_metric, name, 0.0)
 
 

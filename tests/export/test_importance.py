@@ -8,6 +8,7 @@ from gguf_models import gguf_model
 from torch import nn
 
 from moetool.calibration.held_experts import ExpertRun
+from moetool.calibration.row_moments import ProjectionMetric, save_row_moments
 from moetool.checkpoint.reader import Checkpoint
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
@@ -71,9 +72,10 @@ def test_projections_are_watched_and_rows_turned_as_in_the_file(source: GgufSour
     found = moments.by_name["blk.1.attn_q.weight"]
     assert found.counts.tolist() == [14]
     torch.testing.assert_close(found.given[0], inputs.double().square().sum((0, 1)))
-    torch.testing.assert_close(found.sensitivity[0], rows.double().square())
-    assert torch.equal(moments.sensitivity("blk.1.attn_q.weight"), interleaved(rows.double().square(), 4))
-    assert not torch.equal(moments.sensitivity("blk.1.attn_q.weight"), found.sensitivity[0])
+    own = moments.sensitivity("blk.1.attn_q.weight")
+    torch.testing.assert_close(own, interleaved(rows.double().square(), 4))
+    assert not torch.equal(own, rows.double().square())
+    assert moments.between_rows == {}
     assert not moments.by_name["blk.1.attn_v.weight"].counts.any()
 
 
@@ -111,11 +113,33 @@ def test_rows_that_a_file_multiplies_lose_what_the_models_own_lose(tmp_path: Pat
     source = GgufSource.of(Checkpoint.open(tmp_path / "model"))
     layer, own = model.model.layers[0], f"blk.0.{name}"
     projection = layer.get_submodule(path)
-    moments, inputs = LayerMoments(source, 0, layer, CPU), torch.randn(2, 7, 32)
+    inputs = torch.randn(2, 7, 32)
+    moments = LayerMoments(source, 0, layer, CPU)
     with moments.watching():
         projection(inputs).square().sum().backward()
     tensors = {tensor.name: tensor for tensor in source.tensors("f32", "f32")}
     rows, weight = torch.cat(list(tensors[own].parts())), projection.weight.detach()
     assert not torch.equal(rows, weight)
-    lost = moments.by_name[own].sensitivity[0].float() * weight.square().sum(1)
+    lost = projection(inputs).mul(2).square().mean((0, 1)) * weight.square().sum(1)
     torch.testing.assert_close(moments.sensitivity(own).float() * rows.square().sum(1), lost)
+
+
+@pytest.mark.parametrize(("path", "name"), [("self_attn.q_proj", "attn_q.weight"), ("mamba.in_proj", "ssm_in.weight")])
+def test_gradients_at_two_rows_of_the_file_are_multiplied(tmp_path: Path, path: str, name: str) -> None:
+    """An error in the file's rows, undone in the model's own, has the same product with the gradients there."""
+    model = gguf_model("falcon_h1" if "mamba" in path else "smollm3")
+    model.save_pretrained(tmp_path / "model")
+    source = GgufSource.of(Checkpoint.open(tmp_path / "model"))
+    layer, own = model.model.layers[0], f"blk.0.{name}"
+    projection = layer.get_submodule(path)
+    moments, inputs = LayerMoments(source, 0, layer, CPU, between_rows=True), torch.randn(2, 7, 32)
+    with moments.watching():
+        (projection(inputs) ** 3).sum().backward()
+    gradients = (3 * projection(inputs).detach() ** 2).flatten(0, 1)
+    errors = torch.randn_like(projection.weight)
+    in_file = source.turned(own, source.family.multiplied(own, source.config, errors))
+    assert not torch.equal(in_file, errors)
+    save_row_moments(tmp_path / "rows.safetensors", moments.between_rows)
+    metric = ProjectionMetric.read(tmp_path / "rows.safetensors", own, CPU)
+    found = metric.moment(torch.arange(len(in_file)))
+    assert ((found @ in_file) * in_file).sum() == pytest.approx((gradients @ errors).square().sum().item(), rel=1e-3)

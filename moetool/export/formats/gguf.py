@@ -39,7 +39,7 @@ from moetool.export.gguf.metadata import describe_model, file_type
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.modelfile import generation_defaults, modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, layer_types
-from moetool.export.gguf.own_types import expected_coding, measure_types, own_menu, trying_types
+from moetool.export.gguf.own_types import expected_coding, measure_types, moments_between_rows, own_menu, trying_types
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
@@ -183,6 +183,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             output = self._most_around + min(self._budget, menu.nbytes(menu.largest))
             least, most = (format_bytes(self._most_around + menu.nbytes(own)) for own in (menu.smallest, menu.largest))
             types.append(f"{len(menu.types)} in types to be chosen, with which the file takes from {least} to {most}")
+        moments = [] if menu is None else moments_between_rows(menu)
         if odd := self._fallen_back:
             types.append(f"no whole blocks: {odd}")
         return Plan(
@@ -191,8 +192,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             output_bytes=output,
             scratch_bytes=self._blocks_bytes
             + (4 * hidden**2 * size.moe_layers if menu is not None else 0)
+            + 2 * sum(moments)
             + (cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden)),
-            memory_bytes=memory,
+            memory_bytes=memory + 4 * max(moments, default=0),
             phases=self._phases(cost, size, output, work),
             details={"architecture": source.family.architecture, "tensors": ", ".join(types)},
         )
@@ -228,7 +230,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             write = Phase(WRITE, altogether([forward.work, writes[0].work, *given, *works]))
             if self._own_menu is None:
                 return (write,)
-            tried = forward.work + calibration_backward(cost, size) + trying_types(self._own_menu)
+            tokens = cost.gradient_samples * cost.length
+            between_rows = Work(products={"float32": tokens * sum(moments_between_rows(self._own_menu)) / 2})
+            tried = forward.work + calibration_backward(cost, size) + trying_types(self._own_menu) + between_rows
             return forward, Phase(BACKWARD, tried), write
         if self._menu is None:
             return forward, *writes
@@ -238,7 +242,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         """The work of choosing the blocks of a tensor in its type, or in those that it may be given."""
         if self._own_menu is not None and tensor.name in self._own_menu.types:
             return expected_coding(self._own_menu, tensor)
-        in_turn = self._own_menu is not None and len(tensor.shape) > 2
+        in_turn = self._own_menu is not None and layer_of(tensor.name) >= 0
         return choosing_blocks(tensor.shape, BLOCK_TYPES[tensor.type], in_turn=in_turn)
 
     def run(self, job: Job[GgufSource]) -> Details:

@@ -1,8 +1,9 @@
 """Layers of a GGUF file whose codes are chosen on what a text gives to every matrix.
 
 The text goes through the model once, layer by layer. As it leaves a layer, the Gram matrices of all inputs in it are
-known: the experts' by the tokens that each was given (`calibration.input_grams`), the others' by all. The layer's
-blocks wait in a file of the work directory until they are written.
+known: the experts' by the tokens that each was given (`calibration.input_grams`), the others' by all. Where gradients
+were taken to choose types, rows are coded in turn, each making good for the errors of those before it
+(`numerics.row_feedback`). The layer's blocks wait in a file of the work directory until they are written.
 """
 
 from collections import defaultdict
@@ -18,6 +19,7 @@ from moetool.architectures import Role
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.calibration.projection_grams import ProjectionGrams
+from moetool.calibration.row_moments import ProjectionMetric, row_moments_path
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coding import block_codes
@@ -56,7 +58,7 @@ class CodedLayers:
         ends: Ends | None = None,
     ) -> None:
         """Of these tensors, which have types of blocks, on the job's text; with `ends`, embeddings and head are among
-        them."""
+        them, and gradients were taken."""
         self._ends = ends
         self._job, self._sweep, self._tensors = job, calibrated.sweep, {tensor.name: tensor for tensor in tensors}
         self._pass = calibrated.forward_pass(self._visit, range(job.source.layers), name="encode")
@@ -74,8 +76,9 @@ class CodedLayers:
             yield file.get_tensor(name)
 
     def forget(self, layer: int) -> None:
-        """Delete the file of a layer's coded tensors once they are in the output."""
-        self._file(layer).unlink(missing_ok=True)
+        """Delete what a layer's tensors were coded from, and their blocks, once these are in the output."""
+        for path in (self._file(layer), row_moments_path(self._job.work, layer)):
+            path.unlink(missing_ok=True)
 
     def _file(self, layer: int) -> Path:
         return self._job.work / f"blocks-{layer:05d}.safetensors"
@@ -87,15 +90,18 @@ class CodedLayers:
         }
         named = {path: names for path, names in named.items() if names}
         grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, job.device)
-        # Where types are chosen, gradients were taken, and rows are coded in turn.
-        experts = grams_of_experts(source, layer, job.device, slopes=SlopeSamples() if self._ends is not None else None)
+        in_turn = self._ends is not None
+        experts = grams_of_experts(source, layer, job.device, slopes=SlopeSamples() if in_turn else None)
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
         for path, names in named.items():
             inputs = PreparedGram.of(grams[path])
             for name in names:
-                [found[name]] = self._coded([name], [torch.cat(list(self._tensors[name].parts()))], inputs)
+                whole = torch.cat(list(self._tensors[name].parts())).to(job.device)
+                check_finite(name, whole)
+                rows = ProjectionMetric.read(row_moments_path(job.work, layer), name, job.device) if in_turn else None
+                found[name] = block_codes(whole, BLOCK_TYPES[self._tensors[name].type], inputs, rows).tobytes()
         if experts is not None:
             found |= self._coded_experts(layer, experts)
         save_tensors(self._file(layer), found)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
+from moetool.calibration.row_moments import RowMoments
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.words import EXPERTS, layer_in_file
 
-_Apart = Callable[[Tensor], Sequence[Tensor]]  # rows of a module's weight `[out, …]` as those of the file's tensors
+_Apart = Callable[[Tensor], Sequence[Tensor]]  # gradients `[out, tokens]` of a module as those of the file's tensors
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,25 @@ class Moments:
         counts: `[matrices]` fp64, how many tokens.
         gradient_energy: `[matrices, out]` fp64, Σ over tokens of the squared gradients at the outputs; zeros if none
             were taken.
+        between_rows: of these gradients, of one matrix; `None` where they are not kept.
     """
 
     given: Tensor
     counts: Tensor
     gradient_energy: Tensor
+    between_rows: RowMoments | None = None
 
     @classmethod
-    def none(cls, matrices: int, shape: Sequence[int], device: torch.device) -> "Moments":
+    def none(
+        cls, matrices: int, shape: Sequence[int], device: torch.device, between_rows: RowMoments | None = None
+    ) -> "Moments":
         """Make moments of no tokens: zeros for so many matrices of this shape."""
         rows, columns = shape
-        sizes = (matrices, columns), (matrices,), (matrices, rows)
-        return cls(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
+        given, counts, energy = (
+            torch.zeros(size, dtype=torch.float64, device=device)
+            for size in ((matrices, columns), (matrices,), (matrices, rows))
+        )
+        return cls(given, counts, energy, between_rows)
 
     def add(self, matrix: int, inputs: Tensor) -> None:
         """Add inputs `[…, in]` of one matrix to its second moments and count."""
@@ -50,7 +58,10 @@ class Moments:
 
     def add_gradients(self, matrix: int, gradients: Tensor) -> None:
         """Add the gradients `[…, out]` at the outputs that belong to these inputs."""
-        self.gradient_energy[matrix] += gradients.flatten(0, -2).double().square().sum(0)
+        rows = gradients.flatten(0, -2)
+        self.gradient_energy[matrix] += rows.double().square().sum(0)
+        if self.between_rows is not None:
+            self.between_rows.add(rows)
 
     @property
     def sensitivity(self) -> Tensor:
@@ -65,8 +76,10 @@ class LayerMoments(Collector):
         by_name: of every tensor that can have few bits, by GGUF's name.
     """
 
-    def __init__(self, source: GgufSource, layer: int, module: nn.Module, device: torch.device) -> None:
-        self._source, self._layer = source, layer
+    def __init__(
+        self, source: GgufSource, layer: int, module: nn.Module, device: torch.device, *, between_rows: bool = False
+    ) -> None:
+        """Watch a layer, for `between_rows` the second moments of gradients at its projections, too."""
         self.by_name: dict[str, Moments] = {}
         self._modules: list[tuple[nn.Module, list[Moments], _Apart]] = []
         settings, changes = source.config.to_dict(), source.changes(layer)
@@ -80,8 +93,11 @@ class LayerMoments(Collector):
             if change is not None and not is_transposed:
                 apart = partial(change.apart, settings)
             rows = [len(part) for part in apart(torch.empty(whole, 1, device="meta"))]
-            own = {name: Moments.none(1, (size, columns), device) for name, size in zip(names, rows, strict=True)}
-            self._modules.append((projection, list(own.values()), apart))
+            own = {}
+            for name, size in zip(names, rows, strict=True):
+                linked = RowMoments(size, device) if between_rows else None
+                own[name] = Moments.none(1, (size, columns), device, linked)
+            self._modules.append((projection, list(own.values()), partial(_in_file, source, names, apart)))
             self.by_name |= own
         if source.experts is not None and layer in source.experts.moe_layers:
             shape = source.experts.shape
@@ -110,15 +126,23 @@ class LayerMoments(Collector):
 
     def sensitivity(self, name: str) -> Tensor:
         """`[matrices · out]`, mean squared gradients at what the file's rows give, in their order."""
-        found = self.by_name[name].sensitivity
-        if len(found) > 1:
-            return found.flatten()
-        own = self._source.family.multiplied(name, self._source.config, found[0], power=-2)
-        return self._source.turned(name, own)
+        return self.by_name[name].sensitivity.flatten()
+
+    @property
+    def between_rows(self) -> dict[str, RowMoments]:
+        """Of every projection's tensor, by GGUF's name, in the order of the file's rows."""
+        return {name: own.between_rows for name, own in self.by_name.items() if own.between_rows is not None}
 
 
 def _chunks(count: int, rows: Tensor) -> Sequence[Tensor]:
     return rows.chunk(count)
+
+
+def _in_file(source: GgufSource, names: Sequence[str], apart: _Apart, gradients: Tensor) -> Sequence[Tensor]:
+    """Gradients `[out, tokens]` at a module's rows as those at the rows of the file's tensors: what multiplies a row
+    there divides the gradient at it."""
+    parts = zip(names, apart(gradients), strict=True)
+    return [source.turned(name, source.family.multiplied(name, source.config, own, power=-1)) for name, own in parts]
 
 
 def _see(moments: Sequence[Moments], apart: _Apart, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

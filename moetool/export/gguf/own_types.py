@@ -6,6 +6,7 @@ these rows carry is lost stands for all rows of the tensor; experts that are giv
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.calibration.projection_grams import ProjectionGrams
 from moetool.calibration.recorded import Tick, spread
+from moetool.calibration.row_moments import row_moment_numbers, row_moments_path, save_row_moments
 from moetool.checkpoint.files import save_tensors
 from moetool.export.gguf.coded_layers import grams_of_experts
 from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
@@ -63,12 +65,18 @@ def trying_types(menu: Menu[BlockType]) -> Work:
     return altogether(works)
 
 
+def moments_between_rows(menu: Menu[BlockType]) -> list[int]:
+    """By layer, how many numbers the moments are by which rows of its projections make good for each other."""
+    projections = [own for own in menu.tensors if own.name in menu.types and len(own.shape) == 2]
+    layers = groupby(projections, key=lambda tensor: layer_of(tensor.name))
+    return [sum(row_moment_numbers(own.shape[0]) for own in tensors) for layer, tensors in layers if layer >= 0]
+
+
 def expected_coding(menu: Menu[BlockType], tensor: GgufTensor) -> Work:
     """The work of coding a tensor in a type that is still to be chosen: the mean of those on offer."""
     kinds = menu.types[tensor.name]
-    return altogether(choosing_blocks(tensor.shape, kind, in_turn=len(tensor.shape) > 2) for kind in kinds) * (
-        1 / len(kinds)
-    )
+    in_turn = layer_of(tensor.name) >= 0
+    return altogether(choosing_blocks(tensor.shape, kind, in_turn=in_turn) for kind in kinds) * (1 / len(kinds))
 
 
 class TypeLosses:
@@ -155,7 +163,8 @@ def measure_types(
 
     def visit(layer: int, module: nn.Module) -> None:
         projections = {path: module.get_submodule(path) for path in source.projections(layer)}
-        grams, moments = ProjectionGrams(projections, job.device), LayerMoments(source, layer, module, job.device)
+        grams = ProjectionGrams(projections, job.device)
+        moments = LayerMoments(source, layer, module, job.device, between_rows=True)
         experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
             outputs = OutputGradients(calibrated.gradient_sweep, job.device)
@@ -163,6 +172,7 @@ def measure_types(
             calibrated.gradient_sweep.backward(layer, module, collectors)
         if experts is not None:
             outputs.save(metric_path(job.work, layer))
+        save_row_moments(row_moments_path(job.work, layer), moments.between_rows)
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
         sweep = calibrated.gradient_sweep
         tick = spread(sweep.tick, sweep.batch_count, len(losses))
