@@ -2,7 +2,8 @@
 
 With the gradient g of a token's output, an error e in it costs about ½ (g·e)² beside a first-order term that averages
 out; over all tokens ½ eᵀ H e with H = E[g gᵀ]. The whole matrix is kept, not its diagonal: errors may go where the loss
-does not look (the output-side factor of K-FAC, arXiv:1503.05671, and of YAQA, arXiv:2505.22988).
+does not look (the output-side factor of K-FAC, arXiv:1503.05671, and of YAQA, arXiv:2505.22988), as far as the text
+tells (`numerics.halved_gram`).
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
-from moetool.numerics.gram import Gram
+from moetool.numerics.halved_gram import HalvedGram
 
 _DAMPING = 0.01  # of the mean of the diagonal: a direction that no gradient showed may count elsewhere
 
@@ -28,7 +29,7 @@ class OutputGradients(Collector):
 
     def __init__(self, sweep: Sweep, device: torch.device) -> None:
         """Collect in a pass of `sweep` backwards, on `device`."""
-        self._gram = Gram(sweep.model.hidden_size, device)
+        self._gram = HalvedGram(sweep.model.hidden_size, sweep.length, sweep.own.start, device)
         self._scale = (max(sweep.length - 1, 1) / sweep.loss_scale) ** 2
         self._tokens = sweep.count * sweep.length
 
@@ -36,7 +37,7 @@ class OutputGradients(Collector):
         self._gram.add(gradients.reshape(-1, gradients.shape[-1]))
 
     def reduce(self, peers: Peers) -> None:
-        peers.all_reduce(self._gram.matrix())
+        self._gram.reduce(peers.all_reduce)
 
     def save(self, path: Path) -> None:
         """Write the mean of `g gᵀ` over all tokens, `[hidden, hidden]` fp32 in nats², to a safetensors file."""

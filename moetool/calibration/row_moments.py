@@ -14,10 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from moetool.calibration.input_grams import GRAM_DTYPE
 from moetool.calibration.output_metric import OUTPUT_DAMPING, damped
 from moetool.checkpoint.files import save_tensors
-from moetool.numerics.gram import Gram
+from moetool.numerics.halved_gram import HalvedGram
 from moetool.numerics.row_feedback import LINKED_ROWS
 
 _ENERGY = "energy"
@@ -26,11 +25,12 @@ _ENERGY = "energy"
 class RowMoments:
     """`Σ g gᵀ` of the gradients g at a matrix's outputs, between rows of one chunk of `LINKED_ROWS`."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._grams = [Gram(size, device, GRAM_DTYPE) for size in _chunks(rows)]
+    def __init__(self, rows: int, length: int, device: torch.device) -> None:
+        """Take gradients of windows of that `length`."""
+        self._grams = [HalvedGram(size, length, 0, device) for size in _chunks(rows)]
 
     def add(self, gradients: Tensor) -> None:
-        """Add gradients `[tokens, rows]` at outputs."""
+        """Add gradients `[windows · length, rows]` at outputs."""
         for gram, part in zip(self._grams, gradients.split(LINKED_ROWS, 1), strict=True):
             gram.add(part)
 

@@ -4,7 +4,7 @@
 
 Doors are moetool's own format in transformers, compressed-tensors in transformers, and GGUF in llama.cpp: there,
 files of `export --format gguf --size`, and as a peer those of llama.cpp's quantizer with moetool's importance matrix;
-with `--repair STEPS` both once more after `moetool repair`.
+with `--repair STEPS` both once more after `moetool repair`. A dense model goes into GGUF alone.
 GGUF files and moetool's own format have as many bytes as the quantizer's. Divergence is from an F16 file in llama.cpp.
 Wants what gguf_codes.py wants, and compressed-tensors. A run that was stopped goes on where it was.
 """
@@ -26,6 +26,7 @@ from other_text import Run, compressed
 from transformers import AutoModelForCausalLM
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.words import MODEL
 from moetool.job.execute import run_stage
 from moetool.runtime.cache_name import CACHE, cache_of
@@ -153,6 +154,7 @@ def main() -> None:
         print(lines[-1], flush=True)
         return found
 
+    is_dense = GgufSource.of(Checkpoint.open(options.model)).experts is None
     row("original, transformers", lambda: doors.checkpoint(options.model, 0, time.monotonic()))
     row("F16, llama.cpp", doors.whole)
     for mixture in options.mixtures:
@@ -163,8 +165,9 @@ def main() -> None:
             row(f"{mixture} by llama.cpp, repaired", partial(doors.repaired, options.work / f"llama-{mixture}.gguf"))
             ours = options.work / f"size-{size}" / MODEL
             row(f"`--size`, as many bytes as {mixture}, repaired", partial(doors.repaired, ours))
-        row(f"own format, as many bytes as {mixture}", partial(doors.own, size))
-        if not options.no_packed:
+        if not is_dense:
+            row(f"own format, as many bytes as {mixture}", partial(doors.own, size))
+        if not is_dense and not options.no_packed:
             bits = int(next(filter(str.isdigit, mixture)))
             row(f"compressed-tensors, {bits} bits", partial(doors.packed, bits))
     command = "python scripts/benchmarks/doors.py MODEL --calibration VALID --tests home=TEST perldoc=PERL --work DIR"

@@ -132,7 +132,7 @@ def test_gradients_at_two_rows_of_the_file_are_multiplied(tmp_path: Path, path: 
     source = GgufSource.of(Checkpoint.open(tmp_path / "model"))
     layer, own = model.model.layers[0], f"blk.0.{name}"
     projection = layer.get_submodule(path)
-    moments, inputs = LayerMoments(source, 0, layer, CPU, between_rows=True), torch.randn(2, 7, 32)
+    moments, inputs = LayerMoments(source, 0, layer, CPU, length=7), torch.randn(1, 7, 32).expand(2, 7, 32)
     with moments.watching():
         (projection(inputs) ** 3).sum().backward()
     gradients = (3 * projection(inputs).detach() ** 2).flatten(0, 1)

@@ -194,7 +194,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             + (4 * hidden**2 * size.moe_layers if menu is not None else 0)
             + 2 * sum(moments)
             + (cost.gradient_bytes(hidden, size.layers) if back else cost.forward_bytes(hidden)),
-            memory_bytes=memory + 4 * max(moments, default=0),
+            memory_bytes=memory + 8 * max(moments, default=0),
             phases=self._phases(cost, size, output, work),
             details={"architecture": source.family.architecture, "tensors": ", ".join(types)},
         )

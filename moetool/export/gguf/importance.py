@@ -77,9 +77,9 @@ class LayerMoments(Collector):
     """
 
     def __init__(
-        self, source: GgufSource, layer: int, module: nn.Module, device: torch.device, *, between_rows: bool = False
+        self, source: GgufSource, layer: int, module: nn.Module, device: torch.device, length: int | None = None
     ) -> None:
-        """Watch a layer, for `between_rows` the second moments of gradients at its projections, too."""
+        """Watch a layer; with the `length` of windows, the second moments of gradients at its projections, too."""
         self.by_name: dict[str, Moments] = {}
         self._modules: list[tuple[nn.Module, list[Moments], _Apart]] = []
         settings, changes = source.config.to_dict(), source.changes(layer)
@@ -95,7 +95,7 @@ class LayerMoments(Collector):
             rows = [len(part) for part in apart(torch.empty(whole, 1, device="meta"))]
             own = {}
             for name, size in zip(names, rows, strict=True):
-                linked = RowMoments(size, device) if between_rows else None
+                linked = None if length is None else RowMoments(size, length, device)
                 own[name] = Moments.none(1, (size, columns), device, linked)
             self._modules.append((projection, list(own.values()), partial(_in_file, source, names, apart)))
             self.by_name |= own

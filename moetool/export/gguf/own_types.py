@@ -164,7 +164,7 @@ def measure_types(
     def visit(layer: int, module: nn.Module) -> None:
         projections = {path: module.get_submodule(path) for path in source.projections(layer)}
         grams = ProjectionGrams(projections, job.device)
-        moments = LayerMoments(source, layer, module, job.device, between_rows=True)
+        moments = LayerMoments(source, layer, module, job.device, calibrated.gradient_sweep.length)
         experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
             outputs = OutputGradients(calibrated.gradient_sweep, job.device)
