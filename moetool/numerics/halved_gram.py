@@ -1,9 +1,10 @@
 """A second moment of few windows of text: two numbers tell of each other as far as two halves of the windows agree.
 
-With A over every second window and B over the others, noise in them is independent: over all pairs of numbers <A, B> is
+With A over half of the windows and B over the others, noise in them is independent: over all pairs of numbers <A, B> is
 the energy of what both have in common, and <A + B, A + B> / 4 that and what noise adds to it. Their ratio is the factor
 by which pairs are multiplied so that least is expected to be wrong (the optimal intensity of Ledoit & Wolf, 2004, whose
-estimate takes samples, here tokens of one window, to be independent). Numbers count alike: as correlations.
+estimate takes samples, here tokens of one window, to be independent). Numbers count alike: as correlations. Kinds of
+text take turns in a text, so that halves take them by the Thue-Morse sequence, which gives both of them all kinds.
 """
 
 from collections.abc import Callable
@@ -33,10 +34,10 @@ class HalvedGram:
     def add(self, rows: Tensor) -> None:
         """Add the rows `[windows · length, size]` of the next windows; raises `ValueError` for parts of windows."""
         windows = rows.unflatten(0, (-1, self._length))
-        for half in range(2):
-            own = windows[(half - self._next) % 2 :: 2]
-            if len(own):
-                self._halves[half].add(own.flatten(0, 1))
+        halves = [(self._next + place).bit_count() % 2 for place in range(len(windows))]
+        for half, gram in enumerate(self._halves):
+            if own := [place for place, other in enumerate(halves) if other == half]:
+                gram.add(windows[own].flatten(0, 1))
         self._next += len(windows)
 
     def reduce(self, all_reduce: Callable[[Tensor], object]) -> None:
