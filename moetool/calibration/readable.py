@@ -187,5 +187,5 @@ def left_out_remark(names: Collection[str]) -> str:
     listed = [*names]
     if len(listed) > _NAMED:
         listed = [f"{count} of {kind}" for kind, count in Counter(name.partition("/")[0] for name in names).items()]
-    what = "1 piece" if len(names) == 1 else f"{len(names)} pieces"
-    return f"This tokenizer cuts {what} of the bundled text into bytes, left out here: {', '.join(listed)}."
+    left_out = f"{len(names)} piece{' is' if len(names) == 1 else 's are'} left out"
+    return f"Of the bundled text {left_out}, since this tokenizer cuts words in it to bytes: {', '.join(listed)}."

@@ -69,9 +69,9 @@ class HintingCommand(TyperCommand):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the end of `--help`: which groups of options it leaves out, and an example."""
         if self._left:
-            groups = ", ".join(f"{count} of {group}" for group, count in self._left.items())
+            groups = ", ".join(f"{group} ({count})" for group, count in self._left.items())
             formatter.write_paragraph()
-            formatter.write_text(f"--help-all shows {groups}, too.")
+            formatter.write_text(f"--help-all shows these groups of options, too: {groups}.")
         if (choice := CHOICES.get(self.name or "")) is not None:
             formatter.write_paragraph()
             formatter.write_text(

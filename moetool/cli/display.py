@@ -65,7 +65,7 @@ class Pulse(Printed):
         left = ""
         if self.seconds_left is not None:
             left = f", about {format_seconds(self.seconds_left)} left{' in all' if self.in_all else ''}"
-        memory = f"memory {format_bytes(self.memory_bytes)}, at most {format_bytes(self.peak_memory_bytes)}"
+        memory = f"memory {format_bytes(self.memory_bytes)} (peak {format_bytes(self.peak_memory_bytes)})"
         where = f"{self.done} of {self.total}{pace}, " if self.total else ""
         return f"{self.phase}: {where}{memory}{left}"
 
@@ -101,7 +101,7 @@ class Heartbeat:
         self._thread.join()
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 class _JobRemaining(ProgressColumn):

@@ -13,7 +13,7 @@ from moetool.errors import UsageError, explained
 from moetool.job.result import Json, Printed
 from moetool.version import __version__
 
-LOG_HELP = "Also append what happens to this file, one JSON object a line."
+LOG_HELP = "Also append events to this file, one JSON object per line."
 EVENTS_VERSION = 1  # of the fields of events: one more when a field goes or changes its meaning
 
 

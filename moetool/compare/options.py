@@ -41,7 +41,7 @@ class CompareOptions(Options):
         description="Texts to evaluate on: files, folders, hub data sets or bundled[:KIND], as for --calibration; a "
         "column for each of several."
     )
-    windows: int | None = Field(None, ge=1, description="Only the first so many windows of each text.")
+    windows: int | None = Field(None, ge=1, description="Use only the first N windows of each text.")
     sequence_length: int | None = Field(
         None, ge=2, description="Tokens per window of both texts [default: the context, at most 2048]."
     )

@@ -182,10 +182,10 @@ def _expected(found: Recommendation, known: Sequence[tuple[float, float, float]]
     """What such a result has lost on a small model, at the next size that was measured there."""
     assert found.ratio is not None
     if found.ratio > known[-1][0]:
-        return f"So small ({found.ratio:.0%} smaller) nothing was measured; expect much to be lost."
+        return f"Nothing was measured at so small a size ({found.ratio:.0%} smaller); expect a large loss."
     measured, least, most = next(row for row in known if row[0] >= found.ratio)
     lost = f"{least:g}" if least == most else f"{least:g} to {most:g}"
     return (
-        f"What it loses has to be measured. A Mixtral of 20.7 M parameters, made {measured:.0%} smaller, has a KL "
-        f"divergence of {lost} thousandths of a nat from the original; larger models differ."
+        f"Measure what it loses. For comparison, a Mixtral of 20.7 M parameters made {measured:.0%} smaller has a KL "
+        f"divergence of {lost} thousandths of a nat from its original (0 = identical); larger models differ."
     )

@@ -80,7 +80,9 @@ class CodeOptions(Options):
 
     bits: Bits = Field(4, description="Bits per number of a delta.")
     group_size: int = Field(
-        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
+        128,
+        ge=1,
+        description="Inputs that share a scale; lowered to the next divisor of a row where needed.",
     )
 
 

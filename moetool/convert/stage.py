@@ -44,7 +44,7 @@ class ConversionOptions(RunOptions, TextOptions):
 
     dtype: Literal["auto", "float32"] = Field("auto", description="To store weights in (auto: as the source has them).")
     proof: bool = Field(
-        True, description="Run both models on real tokens before it is done, and refuse a result that differs."
+        True, description="At the end run both models on a text, and refuse a result whose outputs differ."
     )
     calibration: str | None = Field(None, description=f"Text for the proof: {TEXTS}")
     samples: int = Field(8, ge=1, description="Windows of calibration text.")

@@ -14,14 +14,14 @@ from moetool.errors import UsageError
 
 INCLUDED = ("attention", "embeddings")
 INCLUDE_HELP = (
-    "Store in 8 bits, too: attention (its projections), embeddings (of tokens, and the head), or both, with a comma. "
-    "--ratio and --size are of all weight files with and without it: what this saves is left for the experts."
+    "Also store in 8 bits: attention (its projections), embeddings (of tokens, and the head), or both, with a comma. "
+    "--ratio and --size still mean all weight files: what this saves goes to the experts."
 )
 NO_TEXT = "none"  # as a calibration text, where nothing of that name is on the disk
 TEXTS = (  # as the help says it
     "a .txt, .jsonl or .parquet file, a folder of them, a hub data set name[:config[:split[:column]]], "
-    "bundled[:KIND], the text that comes with moetool, or self[:TEMPERATURE], text that the model writes; several with "
-    "commas."
+    "bundled[:KIND] (text that comes with moetool) or self[:TEMPERATURE] (text that the model writes); several with "
+    "commas"
 )
 
 
@@ -64,7 +64,7 @@ class TextOptions(Options):
     group: ClassVar[str] = "Calibration"  # of the help
 
     calibration: str | None = Field(
-        None, description=f"Calibration text, by default `bundled` where one is needed: {TEXTS}"
+        None, description=f"Calibration text: {TEXTS} [default: bundled, where a text is needed]."
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")
     mix: WindowShare = Field(

@@ -34,16 +34,16 @@ class EvaluationOptions(EvaluatedOptions):
     """Options of an evaluation: texts, windows, dtype, and the model to compare with."""
 
     data: str = Field(
-        description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; each of several is "
-        "told by itself, too. [required without --tasks]"
+        description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; several get "
+        "a row each. [required without --tasks]"
     )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
-    windows: int | None = Field(None, ge=1, description="Only the first so many windows of each text.")
+    windows: int | None = Field(None, ge=1, description="Use only the first N windows of each text.")
     bos: Bos = Field("auto", description=BOS_HELP)
     against: str | None = Field(
         None,
-        description="The original: also tell the KL divergence from it, how often both find the same token likeliest, "
-        "and the delta of the losses with its standard error.",
+        description="The original: also measure KL divergence from it, how often both find the same token likeliest, "
+        "and the difference of the losses with its standard error.",
     )
     batch_tokens: int = Field(2048, ge=1, description="Tokens per batch.")
 

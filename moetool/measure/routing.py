@@ -31,7 +31,7 @@ class RoutingOptions(Options):
 
     data: str = Field(description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
-    windows: int | None = Field(64, ge=1, description="Only the first so many windows of each.")
+    windows: int | None = Field(64, ge=1, description="Use only the first N windows of each text.")
     bos: Bos = Field("auto", description=BOS_HELP)
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -29,5 +29,5 @@ class MoefyOptions(ConversionOptions):
     )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")
-    calibration: str | None = Field(None, description=f"Text for activations and selectors: {TEXTS}")
+    calibration: str | None = Field(None, description=f"Text for activations and selectors: {TEXTS}.")
     samples: int = Field(128, ge=1, description="Windows of calibration text.")

@@ -168,7 +168,7 @@ class Moefy(Conversion[MoefyOptions]):
         return Provenance(moefied=DenseOrigin(source_config=self.dense.checkpoint.config, dtype=dtype))
 
     def notes(self, config: dict[str, object]) -> list[str]:
-        return ["only transformers, after `import moetool`, runs a moefied model"]
+        return ["only transformers runs a moefied model, after `import moetool`"]
 
     # Evidence.
 

@@ -147,7 +147,7 @@ class Distilling:
         if stopped is not None:
             progress.log(f"Stopped: {stopped}. A smaller --learning-rate would be steadier.")
         if not best[0]:
-            progress.log("Training made no held-out text better without harm to another: the input's values are kept.")
+            progress.log("No step made a held-out text better and none worse: the input's values are kept.")
         seconds = round(time.monotonic() - began, 2)
         return RepairOutcome(best[2], best[0], before, best[1], stopped, self._rate, curve, seconds)
 

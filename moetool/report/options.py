@@ -26,7 +26,7 @@ class ReportOptions(AnalysisOptions):
     results: str | None = Field(
         None, description="Files of what compress, tune, eval and others have printed with --json, with commas."
     )
-    windows: int | None = Field(64, ge=1, description="Only the first so many windows of each text.")
+    windows: int | None = Field(64, ge=1, description="Use only the first N windows of each text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     bos: Bos = Field("auto", description=BOS_HELP)
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")

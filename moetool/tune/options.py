@@ -21,7 +21,7 @@ class TuneOptions(RunOptions):
         description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
         "a hub data set name[:config[:split]]; several with commas."
     )
-    eval_data: str | None = Field(None, description="The same, to measure the loss on while training.")
+    eval_data: str | None = Field(None, description="Held-out examples to measure the loss on, named as for --data.")
     sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
     bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
     packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")

@@ -20,7 +20,7 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
     """Warnings about what vLLM or llama.cpp cannot express, or transformers not by itself, a sentence each."""
     name, features = target.name, dense.features
     if name == "moetool":
-        return ["only transformers, after `import moetool`, runs moetool's custom MoE layers"]
+        return ["only transformers runs moetool's custom MoE layers, after `import moetool`"]
     notes = []
 
     def note(condition: object, text: str) -> None:
@@ -29,7 +29,7 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
 
     note(
         moetool_entry(config) is not None,
-        "only transformers, after `import moetool`, runs deltas; `moetool export` writes experts in full",
+        "only transformers runs deltas, after `import moetool`; `moetool export` writes experts in full",
     )
     widths = (spec.hidden, spec.intermediate)
     in_fp32, in_16_bits = (any(size * width % _BYTES for width in widths) for size in (4, 2))

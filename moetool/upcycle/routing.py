@@ -46,10 +46,10 @@ class RoutedOptions(ConversionOptions):
         None, gt=0, description="Standard deviation of the routers' weights [default: 1/√(3·hidden)]."
     )
     center_router: bool | None = Field(
-        None, description="Fit the routers to the calibration text: without its mean input, and with logits that vary "
-        "equally, so that no expert starts without tokens. [default: on where a text is given]"
+        None, description="Fit the routers to the calibration text, or to the bundled one where none is given, so that "
+        "no expert starts without tokens [default: on where a text is given]."
     )  # fmt: skip
-    calibration: str | None = Field(None, description=f"Text for the routers and for the proof: {TEXTS}")
+    calibration: str | None = Field(None, description=f"Text for the routers and for the proof: {TEXTS}.")
 
 
 RoutedT = TypeVar("RoutedT", bound=RoutedOptions, default=RoutedOptions)
@@ -100,6 +100,8 @@ class RoutedConversion(Conversion[RoutedT]):
         """
         fresh = self.fresh()
         if not self.measures:
+            if self.options.center_router is None:
+                job.progress.log("Routers start at random: --center-router fits them to a text, for more even routing.")
             return StartingRows(fresh)
         from moetool.convert.inputs import InputMoments, watched_inputs
 

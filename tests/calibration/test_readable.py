@@ -156,7 +156,7 @@ def test_pieces_that_are_cut_into_bytes_are_left_out(
     bundled = BundledWindows({"other": 2, "prose": 2}, tiny_tokenizer, length=8, seed=0)
     assert {kind: len(own) for kind, own in bundled.drawn.items()} == {"other": 0, "prose": 4}
     assert list(bundled.remarks()) == [
-        "This tokenizer cuts 1 piece of the bundled text into bytes, left out here: other/torn.",
+        "Of the bundled text 1 piece is left out, since this tokenizer cuts words in it to bytes: other/torn.",
         "Kinds of the bundled text of which it can read nothing: other; others stand in.",
     ]
 
@@ -174,4 +174,4 @@ def _cost(text: str) -> int:
 
 def test_many_pieces_that_are_left_out_are_counted_by_kind() -> None:
     names = [*(f"languages/{number}" for number in range(5)), "code/one"]
-    assert left_out_remark(names).endswith("left out here: 5 of languages, 1 of code.")
+    assert left_out_remark(names).endswith("to bytes: 5 of languages, 1 of code.")

@@ -134,7 +134,7 @@ def test_a_heartbeat_tells_where_the_job_is(tmp_path: Path, capsys: pytest.Captu
     display.finish()
     said = capsys.readouterr().err
     assert "Forward: 1 of 30, " in said
-    assert "memory 2.0 GB, at most 3.0 GB, about " in said
+    assert "memory 2.0 GB (peak 3.0 GB), about " in said
     assert "left in all\n" in said
     [beat] = [event for event in read(tmp_path / "log") if event["event"] == "heartbeat"]
     assert (beat["phase"], beat["done"], beat["total"], beat["in_all"]) == ("Forward", 1, 30, True)
@@ -145,9 +145,9 @@ def test_rates_in_words() -> None:
     def said(rate: float, left: float | None) -> str:
         return str(Pulse("Write", 3, 9, rate, 1000, 1000, left, False)).removeprefix("Write: 3 of 9")
 
-    assert said(4, 60) == ", 4.0 per s, memory 1.0 kB, at most 1.0 kB, about 60 s left"
-    assert said(0.25, None) == ", 4.0 s each, memory 1.0 kB, at most 1.0 kB"
-    assert said(0, None) == ", memory 1.0 kB, at most 1.0 kB"
+    assert said(4, 60) == ", 4.0 per s, memory 1.0 kB (peak 1.0 kB), about 60 s left"
+    assert said(0.25, None) == ", 4.0 s each, memory 1.0 kB (peak 1.0 kB)"
+    assert said(0, None) == ", memory 1.0 kB (peak 1.0 kB)"
 
 
 def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:

@@ -532,7 +532,7 @@ def test_a_dry_run_knows_the_bytes(run_cli: Any, mixed: Any, models: list[Path],
 
 def test_what_is_printed(run_cli: Any, models: list[Path], given: Any, tmp_path: Path) -> None:
     result = run_cli("upcycle", models[0], tmp_path / "out", *MIX, *given)
-    assert re.search(r"^logits +differ by .*\(the method changes the model\)$", result.stdout, re.M), result.stdout
+    assert re.search(r"^logits +differ from .*\(the method changes the model\)$", result.stdout, re.M), result.stdout
 
 
 # -- what cannot be used

@@ -90,7 +90,7 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mixtral", "wiki.txt"}, "nothing was written"
 
     for_people = run_cli(*arguments, "--dry-run")
-    for line in (r"^input +93\.4 GB", r"^output +56\.0 GB", r"^disk +[\d.]+ [GT]B", r"^peak memory +[\d.]+ GB"):
+    for line in (r"^input +93\.4 GB", r"^output +56\.0 GB", r"^disk in all +[\d.]+ [GT]B", r"^peak memory +[\d.]+ GB"):
         assert re.search(line, for_people.stdout, re.M), for_people.stdout
     assert "Nothing was written" in for_people.stdout
 

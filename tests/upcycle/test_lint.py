@@ -113,4 +113,4 @@ def test_nothing_to_say_of_a_plain_model(target: str) -> None:
 
 def test_of_our_own_module_there_is_one_thing_to_say() -> None:
     (note,) = notes("moetool", "mixed_attention", "attention_bias", "head_dim", config=GELU, width=3, layers=(1,))
-    assert "only transformers, after `import moetool`" in note
+    assert "only transformers runs moetool's custom MoE layers" in note

@@ -30,7 +30,7 @@ def build(
     model: Annotated[str, typer.Argument(help="The original: a directory or a hub id.", show_default=False)],
     work: Annotated[Path, typer.Option(help="Where models are made and rows noted.")] = Path("compare"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the models there.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the table to FILE.md, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the table to FILE.md.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg, .png or .pdf.")] = None,
     json: AsJson = False,
     log_json: LogJson = None,

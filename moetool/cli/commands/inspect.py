@@ -46,9 +46,13 @@ _CONVERTING = {
 def build(
     model: Annotated[str, typer.Argument(help="A checkpoint, compressed or not.", show_default=False)],
     analysis: Annotated[
-        bool, typer.Option("--analysis", help="Similarity of experts, energy of singular values, sensitivity.")
+        bool,
+        typer.Option(
+            "--analysis",
+            help="Also measure likeness of experts, rank of deltas, sensitivity of layers.",
+        ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the analysis, too: FILE.png, .svg or .pdf.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the analysis: FILE.png, .svg or .pdf.")] = None,
     json: AsJson = False,
     log_json: LogJson = None,
     **typed: object,
@@ -83,11 +87,12 @@ def build(
         return
     if result.analysis is not None:
         _print_analysis(result.analysis)
-    if result.files.recipe is not None or result.files.ratio:
+    files = result.files
+    if files.recipe is not None or files.ratio or files.gguf_bytes is not None:
         next_step.tell(next_step.line("report", model))
     else:
-        smaller = next_step.here(model, "4bit")
-        next_step.tell(next_step.line("compress", model, smaller, "--method", "quantize", "--bits", "4", "--dry-run"))
+        smaller = next_step.here(model, "small")
+        next_step.tell(next_step.line("compress", model, smaller, "--ratio", "75%", "--dry-run"))
 
 
 def _taken_by(checkpoint: Checkpoint) -> list[str]:
@@ -138,7 +143,7 @@ def _print(result: Inspection | DenseInspection) -> None:
             ("experts", f"{result.experts}, top-{result.top_k}, {result.dtype}"),
             ("width", width),
             ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
-            ("added", f"{counts.added:,} beyond one dense FFN per layer, in numbers of 16 bits"),
+            ("added", f"{counts.added:,} stored beyond one dense FFN per layer, counted in numbers of 16 bits"),
             held,
             *beside,
             *density,
@@ -157,7 +162,7 @@ def _print_layers(layers: StoredLayers) -> None:
         (str(layer.layer), *(_weights(layer.base, role) for role in roles), _channels(layer.base))
         for layer in layers.moe
     ]
-    print_table(("layer", *roles, "base channels"), rows)
+    print_table(("layer", *roles, "base channels"), rows, title="How experts are stored: number of experts × form")
     if layers.depends_on_batch:
         print("(−n): so many more are skipped for every batch.")
         print(f"note: {BATCH_DEPENDENT}")

@@ -22,22 +22,23 @@ def build(
     """Run `moetool recommend` on a model's headers, or on its config alone."""
     options = build_options(RecommendOptions, typed)
     result = recommend(model, options.memory or total_bytes(), options.engine)
+    whose = "" if options.memory else " (this machine's)"
     if json:
         print_json(result.to_json())
         return
-    _print(result)
+    _print(result, whose)
     if result.commands:
         next_step.tell(next_step.line(*result.commands[0], "--dry-run"))
     else:
         next_step.tell(next_step.line("generate", model, next_step.PROMPT))
 
 
-def _print(result: Recommendation) -> None:
+def _print(result: Recommendation, whose: str) -> None:
     numbers = f"{result.parameters:,} parameters, {result.active_parameters:,} of them per token"
     fields = [
         ("model", f"{result.model}: {result.model_type}, {numbers}"),
         ("size", f"{format_bytes(result.bytes)}{as_read_from(result.gguf_bytes)}"),
-        ("memory", f"{format_bytes(result.memory)}, of which {format_bytes(result.weights)} are for weights"),
+        ("memory", f"{format_bytes(result.memory)}{whose}, of which {format_bytes(result.weights)} are for weights"),
     ]
     if result.ratio is None:
         print_fields([*fields, ("fits", "as it is")])
@@ -48,7 +49,7 @@ def _print(result: Recommendation) -> None:
         ("command" if number == 0 else "then", next_step.line(*own)) for number, own in enumerate(result.commands)
     ]
     if result.seconds is not None:
-        fields.append(("time", f"about {format_seconds(result.seconds)} on this machine"))
+        fields.append(("time needed", f"about {format_seconds(result.seconds)} on this machine"))
     if result.peak_memory_bytes is not None:
-        fields.append(("peak memory", format_bytes(result.peak_memory_bytes)))
+        fields.append(("memory needed", format_bytes(result.peak_memory_bytes)))
     print_fields([*fields, *(("note", note) for note in result.notes)])

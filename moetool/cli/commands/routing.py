@@ -49,7 +49,7 @@ def build(
             for text, row in zip(result.data, result.clustering.distances, strict=True)
         ]
         header = ("text", *(str(number + 1) for number in range(len(rows))))
-        print_table(header, rows, title="How far apart their choices are (0: the same, 1: nothing in common)")
+        print_table(header, rows, title="How far apart they are (0: the same choices, 1: none in common)")
     next_step.tell(next_step.line("inspect", model, "--analysis"))
 
 

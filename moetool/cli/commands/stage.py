@@ -35,12 +35,18 @@ from moetool.upcycle.results import AddedResult
 if TYPE_CHECKING:
     from moetool.job.estimate import Estimate
 
+_LABELS = {  # of a plan's fields, where their names alone do not say it
+    "scratch_bytes": "temporary files",
+    "disk_bytes": "disk in all",
+    "bits_per_number": "bits per expert weight",
+}
+_FOR_ENGINES = ("gguf", "compressed-tensors")  # formats that code a compressed model's experts anew
 _WORTH = 0.75  # of the time: a faster way that is said to be there
 _REPAIR_HELP = (
-    "Then train what costs no byte towards INPUT for so many steps, as `moetool repair` does on the same text."
+    "Afterwards train the result for N steps to predict what INPUT predicts, at the same size (see `moetool repair`)."
 )
-_PRESET_HELP = "Options of a preset: one that comes along (d2moe-40 …), FILE.yaml or FILE.yaml:VARIANT."
-_SAME_INPUT_HELP = "With --resume: files of the input that were written again since hold the same."
+_PRESET_HELP = "Take options from a preset: a name of `moetool list presets`, FILE.yaml or FILE.yaml:VARIANT."
+_SAME_INPUT_HELP = "With --resume: you vouch that input files that were written again since are the same."
 
 
 _job_option = partial(typer.Option, rich_help_panel="Job")
@@ -78,11 +84,13 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         ],
         output: Annotated[Path, typer.Argument(help="Where to write; new or empty.", show_default=False)],
         preset: Annotated[str | None, _job_option(help=_PRESET_HELP)] = None,
-        dry_run: Annotated[bool, _job_option("--dry-run", help="Say what it will cost, and stop.")] = False,
-        resume: Annotated[bool, _job_option("--resume", help="Go on with an interrupted run.")] = False,
+        dry_run: Annotated[
+            bool, _job_option("--dry-run", help="Only print what size, memory and time it takes.")
+        ] = False,
+        resume: Annotated[bool, _job_option("--resume", help="Continue an interrupted run.")] = False,
         same_input: Annotated[bool, _job_option("--same-input", help=_SAME_INPUT_HELP)] = False,
         overwrite: Annotated[bool, _job_option("--overwrite", help="Delete an earlier result.")] = False,
-        json: Annotated[bool, _job_option("--json", help="The result as one JSON object.")] = False,
+        json: Annotated[bool, _job_option("--json", help="Print the result as one JSON object.")] = False,
         log_json: Annotated[Path | None, _job_option("--log-json", help=LOG_HELP)] = None,
         **typed: object,
     ) -> None:
@@ -165,6 +173,8 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
     """What a job will cost; beside that its time `in_bf16`, with the option for it, where that is worth it."""
 
     def show(name: str, value: Json) -> str:
+        if name == "calibration" and isinstance(texts, str):
+            return texts
         if isinstance(value, list):
             return _listed(value)
         if not isinstance(value, int):
@@ -178,7 +188,15 @@ def _print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Esti
             change = ": input and original are what the file is read as"
         return format_bytes(value) + change if name.endswith("bytes") else f"{value:,}"
 
-    fields = [(name.removesuffix("_bytes").replace("_", " "), show(name, value)) for name, value in plan.items()]
+    texts = plan.get("texts")
+    said = {"texts", "added_as_published"}  # in the lines of `calibration` and of added parameters
+    if plan.get("original_bytes") == plan["input_bytes"]:
+        said.add("original_bytes")
+    fields = [
+        (_LABELS.get(name, name.removesuffix("_bytes").replace("_", " ")), show(name, value))
+        for name, value in plan.items()
+        if name not in said
+    ]
     if told.seconds is None:
         fields.append(("time", f"unknown: {told.unknown}"))
     else:
@@ -220,16 +238,18 @@ def _conversion(told: ConversionResult) -> list[tuple[str, str]]:
 def _proof(proof: Proof) -> list[tuple[str, str]]:
     which = "with all experts " if proof.with_all_experts else ""
     verdict = "" if proof.preserves else " (the method changes the model)"
-    logits = f"{which}differ by {proof.relative_logit_error:.1e} on {proof.tokens} real tokens{verdict}"
+    error = f"{proof.relative_logit_error:.1e} of their size on {proof.tokens} real tokens"
+    logits = f"{which}differ from the dense model's by {error}{verdict}"
     fields = [("logits", logits)]
     if (losses := proof.losses) is not None:
         kept = f"{losses.loss_mixture:.4f} nats"
         if proof.loss_kept is not None:
             kept = f"{proof.loss_kept:.4f} nats with the experts kept"
-        fields.append(("loss", f"{losses.loss_dense:.4f} → {kept}"))
+        fields.append(("loss", f"{losses.loss_dense:.4f} (dense) → {kept}"))
     if (routing := proof.routing) is not None:
         least, largest = routing.least_expert_share, routing.largest_expert_share
-        fields.append(("routing", f"{least:.1%} to {largest:.1%} per expert, {routing.router_entropy:.2f} nats"))
+        entropy = f"router entropy {routing.router_entropy:.2f} nats"
+        fields.append(("routing", f"each expert gets {least:.1%} to {largest:.1%} of the tokens; {entropy}"))
     return fields
 
 
@@ -237,10 +257,10 @@ def _activations(found: Activations) -> list[tuple[str, str]]:
     near, centred = found.soft_sparsity, found.soft_sparsity_centred
     fields = [("activations", f"{near:.1%} near zero, {centred:.1%} near their mean")]
     if found.captured is not None:
-        text = f"chosen ones hold {found.captured:.1%} of the energy"
+        text = f"those chosen hold {found.captured:.1%} of the activations' energy"
         if found.captured_by_oracle is not None:
-            text += f" (the best choice {found.captured_by_oracle:.1%}"
-            text += f", of which {found.selector_accuracy:.1%} were chosen)"
+            text += f" (the best possible choice: {found.captured_by_oracle:.1%}; "
+            text += f"{found.selector_accuracy:.1%} of its experts were chosen)"
         fields.append(("experts", text))
     return fields
 
@@ -260,16 +280,17 @@ def _size(sizes: Sizes) -> str:
 
 def _loaded(loaded: LoadedLayer, stage: str) -> str:
     if (error := loaded.relative_error) is None:
-        return "transformers finds every tensor under the name and in the shape that it expects"
+        return "by transformers: every tensor has the name and shape that it expects"
     if stage == "gguf":
-        worst = f"the matrix that rounding changes most has an error of {error:.1%} of its size"
-        return f"layer {loaded.layer}, read back from the file, is the source's; {worst} (‖Δ‖ / ‖matrix‖)"
-    return f"layer {loaded.layer} in transformers computes what the files say, within {error:.1e}"
+        worst = f"rounding changes its matrices by {error:.1%} at most (‖Δ‖ / ‖matrix‖)"
+        return f"layer {loaded.layer} of the file, read back, is the source's; {worst}"
+    within = f"within {error:.1e} of their size" if error else "exactly"
+    return f"by transformers: outputs of layer {loaded.layer} are those of the stored weights, {within}"
 
 
 def _repaired(told: RepairResult) -> list[tuple[str, str]]:
     if told.kept_step == 0:
-        said = "Training made no held-out text better without harm to another: the weights are those of the input."
+        said = "No step made a held-out text better and none worse: the weights are those of the input."
         return [("note", said)]
     changes = [
         f"{1000 * shown_kl(before):.4g} → {1000 * shown_kl(told.kl_after[name]):.4g} on {name}"
@@ -292,6 +313,12 @@ def _print_result(result: Result) -> None:
         fields += _other_experts(made)
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
         fields += [("note", note) for note in made.notes]
+    if (
+        result.stage in _FOR_ENGINES
+        and sizes is not None
+        and (sizes.bytes_input or sizes.bytes_after) < sizes.bytes_after
+    ):
+        fields.append(("note", "Larger than its input: exported from the original, as many bytes lose less."))
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return

@@ -60,8 +60,8 @@ class AutoOptions(MixingOptions):
 
     effort: Literal["fast", "normal", "best"] = Field(
         "normal",
-        description="Preset of other options, each of which can still be typed. fast: --samples 32. best: --trellis "
-        "--refine 120, which loses least and takes longest, to compress and to run.",
+        description="How much time to spend. fast: --samples 32. best: --trellis --refine 120, which loses least and "
+        "is slowest to compress and to run. An option that is typed beside it counts.",
     )
 
     max_increase: Increase | None = Field(
@@ -73,12 +73,15 @@ class AutoOptions(MixingOptions):
     held_out: int = Field(
         32, ge=2, description="With --max-increase: how many windows to measure it on, besides --samples."
     )
-    plan: str | None = Field(None, description="Instead of these: follow a file that --save-plan wrote, edited or not.")
+    plan: str | None = Field(
+        None,
+        description="Instead of --ratio, --size or --max-increase: follow a file that --save-plan wrote.",
+    )
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
     include: Names | None = Field(
         None,
-        description=f"{INCLUDE_HELP} Or none [default: both where experts would have fewer than {FEW_BITS:g} bits per "
-        "number otherwise; what --plan says].",
+        description=f"{INCLUDE_HELP} none: neither [default: both where experts would otherwise have fewer "
+        f"than {FEW_BITS:g} bits per number; with --plan what it says].",
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits | None = Field(

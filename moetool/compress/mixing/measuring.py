@@ -32,12 +32,14 @@ class MixingOptions(RunOptions, SizeOptions, KeepOptions, IncludeOptions, Calibr
     """Options of all methods that choose among forms within a budget: how forms are made and measured."""
 
     group_size: int = Field(
-        128, ge=1, description="Inputs that share a scale; the largest divisor below if it does not divide a row."
+        128,
+        ge=1,
+        description="Inputs that share a scale; lowered to the next divisor of a row where needed.",
     )
     sensitivity: Sensitivity = Field(
         "channel",
         description="Weigh errors by what they cost in loss: by output channel, by matrix, or not at all. By channel, "
-        "the codes of rows make good for each other's errors, too.",
+        "the codes of a row also correct the errors of the rows before it.",
     )
     trellis: bool = Field(
         False,
@@ -47,7 +49,7 @@ class MixingOptions(RunOptions, SizeOptions, KeepOptions, IncludeOptions, Calibr
     refine: int = Field(
         0,
         ge=0,
-        description="Fine-tune each expert's codes and scales for so many steps; kept only where the held-out error "
+        description="Fine-tune each expert's codes and scales for N steps; kept only where the held-out error "
         "improves (0: off).",
     )
 

@@ -31,8 +31,7 @@ class DecomposeOptions(RunOptions, KeepOptions, ExtendedOptions):
     group_size: int = Field(
         128,
         ge=1,
-        description="Inputs that share a scale in a quantized base; the largest divisor below if it does not divide "
-        "a row.",
+        description="Inputs that share a scale in a quantized base; lowered to the next divisor of a row where needed.",
     )
 
 

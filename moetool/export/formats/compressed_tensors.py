@@ -51,6 +51,8 @@ from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.numerics.work import Work, altogether
 from moetool.representations.quantized import Quantized
 
+NEAREST = "Without a text numbers are rounded to the nearest codes: --calibration bundled takes longer and loses less."
+
 
 class ExportCompressedTensorsOptions(RunOptions, TextOptions):
     """Options of the export to compressed-tensors: bits, engine, and the text that codes are fitted on, if any."""
@@ -175,6 +177,8 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         if unserved:
             details["vllm_kernels_want"] = "; ".join(unserved)
         if text is None:
+            if options.bits < 8:
+                details["note"] = NEAREST
             work = self._coding(size) + (decoding(size) if reader.layouts else Work())
             scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
@@ -209,9 +213,11 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
                 f"vLLM's Marlin kernels for experts want {'; '.join(unserved)}: it may refuse this checkpoint, or take "
                 "slower ones."
             )
+        if (text := self._text) is None and options.bits < 8:
+            job.progress.log(NEAREST)
         packed: Callable[[int], Named] = partial(nearest_layer, job, bits=options.bits, group=options.group_size)
         making, facts = None, None
-        if (text := self._text) is not None:
+        if text is not None:
             calibrated = text.opened(job)
             making = PackedLayers(job, text, calibrated, self._packed, options.bits, options.group_size)
             packed, facts = making.encoded, calibrated.facts

@@ -281,7 +281,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             for tensor in self._tensors
         ]
         bits = menu.bits_per_weight(chosen)
-        job.progress.log(f"Types are chosen, with {bits:.2f} bits per weight in all: {counted_types(chosen)}.")
+        job.progress.log(f"Types are chosen, {bits:.2f} bits per weight on average: {counted_types(chosen)}.")
         return GgufDetails(bits_per_weight=round(bits, 4), types={tensor.name: tensor.type for tensor in self._tensors})
 
     def _write_advice(self, job: Job[GgufSource], measured: TensorStatistics, calibrated: CalibratedJob) -> list[Path]:

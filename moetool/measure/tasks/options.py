@@ -22,7 +22,7 @@ class TaskOptions(EvaluatedOptions):
     tasks_dir: str | None = Field(
         None, description="A folder with task files (.yaml); paths to their data are relative to it."
     )
-    limit: int | None = Field(None, ge=1, description="Only the first so many questions of each task.")
+    limit: int | None = Field(None, ge=1, description="Ask only the first N questions of each task.")
     few_shot: int | None = Field(None, ge=0, description="Examples before each question [default: the task's].")
     batch_size: int = Field(8, ge=1, description="Questions per batch.")
     confirm_run_unsafe_code: bool = Field(

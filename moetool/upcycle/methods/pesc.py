@@ -49,7 +49,7 @@ class Pesc(RoutedConversion[PescOptions]):
         return {"experts": self.copies, "top_k": self.options.top_k, "moe_layers": len(self.layers)}
 
     def notes(self, config: dict[str, object]) -> list[str]:
-        return ["only transformers, after `import moetool`, runs adapters as experts"]
+        return ["only transformers runs adapters as experts, after `import moetool`"]
 
 
 @dataclass(frozen=True, kw_only=True)

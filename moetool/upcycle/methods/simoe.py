@@ -70,7 +70,7 @@ class Simoe(Conversion[SimoeOptions]):
     def notes(self, config: dict[str, object]) -> list[str]:
         return [
             "tune closes masks and leaves out what no expert needs; until then the file is as large as two models",
-            "only transformers, after `import moetool`, runs interpolated experts",
+            "only transformers runs interpolated experts, after `import moetool`",
         ]
 
 
