@@ -7,18 +7,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moetool.calibration.input_grams import GRAM_DTYPE
 from moetool.calibration.peers import Peers
-from moetool.numerics.gram import Gram
+from moetool.calibration.sweep import Sweep
+from moetool.numerics.halved_gram import HalvedGram
 
 
 class ProjectionGrams:
-    """Gram matrices of the inputs of linear modules, one for all modules that are given the same tensor."""
+    """Gram matrices of the inputs of linear modules, one for all modules that are given the same tensor, shrunk where
+    the text tells little."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], sweep: Sweep, device: torch.device) -> None:
+        """Watch `modules` while the windows of a sweep pass."""
         self._modules, self._device = modules, device
+        self._length, self._first = sweep.length, sweep.own.start
         self._owner: dict[str, str] = {}
-        self._grams: dict[str, Gram] = {}
+        self._grams: dict[str, HalvedGram] = {}
         self._last: tuple[str, Tensor] | None = None
 
     @contextmanager
@@ -37,8 +40,7 @@ class ProjectionGrams:
         seen = peers.gather((self._owner, {path: gram.size for path, gram in self._grams.items()}))
         self._owner, sizes = next((own for own in seen if own[0]), seen[0])
         for path, size in sizes.items():
-            gram = self._grams.setdefault(path, Gram(size, self._device, GRAM_DTYPE))
-            peers.all_reduce(gram.matrix())
+            self._grams.setdefault(path, self._new(size)).reduce(peers.all_reduce)
 
     def shared(self) -> dict[str, list[str]]:
         """The modules that have run, by one of those that are given the same."""
@@ -51,13 +53,16 @@ class ProjectionGrams:
         """`[in, in]`, of a module's inputs."""
         return self._grams[self._owner[path]].matrix()
 
+    def _new(self, size: int) -> HalvedGram:
+        return HalvedGram(size, self._length, self._first, self._device)
+
     def _see(self, path: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         given = inputs[0]
         if path not in self._owner:
             shared = self._last is not None and self._last[1] is given
             self._owner[path] = self._last[0] if self._last is not None and shared else path
             if not shared:
-                self._grams[path] = Gram(given.shape[-1], self._device, GRAM_DTYPE)
+                self._grams[path] = self._new(given.shape[-1])
         if self._owner[path] == path:
             self._grams[path].add(given.flatten(0, -2))
         self._last = self._owner[path], given

@@ -48,9 +48,8 @@ class IncludedCodes:
         they wait in, of the first process."""
         prefix = self._job.source.architecture.layer_prefix(layer)
         names = [name for name in self._job.source.included if name.startswith(prefix)]
-        grams = ProjectionGrams(
-            {name: module.get_submodule(name.removeprefix(prefix)) for name in names}, self._job.device
-        )
+        modules = {name: module.get_submodule(name.removeprefix(prefix)) for name in names}
+        grams = ProjectionGrams(modules, self._sweep, self._job.device)
         with grams.watching():
             self._sweep.forward(layer, module)
         if not names:

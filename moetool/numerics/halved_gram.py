@@ -31,6 +31,11 @@ class HalvedGram:
         self._length, self._next = length, first
         self._halves = Gram(size, device, torch.float32), Gram(size, device, torch.float32)
 
+    @property
+    def size(self) -> int:
+        """Length of a row."""
+        return self._halves[0].size
+
     def add(self, rows: Tensor) -> None:
         """Add the rows `[windows · length, size]` of the next windows; raises `ValueError` for parts of windows."""
         windows = rows.unflatten(0, (-1, self._length))

@@ -163,7 +163,7 @@ def measure_types(
 
     def visit(layer: int, module: nn.Module) -> None:
         projections = {path: module.get_submodule(path) for path in source.projections(layer)}
-        grams = ProjectionGrams(projections, job.device)
+        grams = ProjectionGrams(projections, calibrated.gradient_sweep, job.device)
         moments = LayerMoments(source, layer, module, job.device, calibrated.gradient_sweep.length)
         experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
