@@ -81,10 +81,10 @@ class Measuring:
 
     @classmethod
     def beside(cls, layers: Sequence[Sequence[tuple[int, int]]]) -> "Measuring":
-        """The measurement of Gram matrices for codes of matrices `[out, in]` beside the experts, with error feedback,
-        one after the other in each layer."""
+        """The measurement of Gram matrices, of two halves of the text, for codes of matrices `[out, in]` beside the
+        experts, with error feedback, one after the other in each layer."""
         widths = [{columns for _, columns in matrices} for matrices in layers]
-        grams = max((sum(GRAM_DTYPE.itemsize * width**2 for width in own) for own in widths), default=0)
+        grams = max((sum(2 * GRAM_DTYPE.itemsize * width**2 for width in own) for own in widths), default=0)
         return cls(grams, work=4 * 5 * max((max(own, default=0) ** 2 for own in widths), default=0))
 
 

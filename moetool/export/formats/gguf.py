@@ -175,7 +175,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             assert source.dense is not None
             size, hidden, work = dense_size(source.dense), source.dense.hidden, Work()
             memory = cost.dense_memory_bytes(source.dense, runs=self._text is not None, calibrated=True)
-            memory += 4 * 8 * max((tensor.shape[-1] for tensor in self._coded), default=0) ** 2
+            memory += 4 * 10 * max((tensor.shape[-1] for tensor in self._coded), default=0) ** 2
         fixed = [tensor for tensor in tensors if menu is None or tensor.name not in menu.types]
         types = [f"{count} {number}" for number, count in Counter(tensor.type for tensor in fixed).most_common()]
         output = self._head_bytes + data_bytes(tensors)
