@@ -124,11 +124,11 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     absent = [name for name in promised if name not in held]
     layered = set(map(_of_any_layer, held))
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
-    for name in absent:
-        if _of_any_layer(name) in layered and not needless.search(name):
-            raise InvalidInputError(
-                f"{checkpoint.source} has no tensor {name}, which its config.json promises. Download it again."
-            )
+    if missing := [name for name in absent if _of_any_layer(name) in layered and not needless.search(name)]:
+        raise InvalidInputError(
+            f"{checkpoint.source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} missing in "
+            "all). Download it again."
+        )
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()
     ):
