@@ -126,8 +126,8 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
     if missing := [name for name in absent if _of_any_layer(name) in layered and not needless.search(name)]:
         raise InvalidInputError(
-            f"{checkpoint.source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} missing in "
-            "all). Download it again."
+            f"{checkpoint.source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} "
+            "missing in all). Download it again."
         )
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()
