@@ -11,6 +11,7 @@ from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.slopes import SlopeSamples
 from moetool.numerics.gram import Gram
+from moetool.numerics.halved_gram import in_second_half, shrunk
 from moetool.numerics.shrinkage import shrink
 
 # Error feedback damps by a hundredth of an input's energy, and low-rank factors of deltas are quantized.
@@ -25,11 +26,11 @@ def keeps_each_down(shape: MoEShape) -> bool:
 
 
 class InputGramCollector(GramsInSets):
-    """`Σ x xᵀ` of the inputs of gate and up, and of down, by expert, in fp32.
+    """`Σ x xᵀ` of the inputs of gate and up, and of down, by expert, in fp32, each shrunk as far as two halves of the
+    text disagree on it (`numerics.halved_gram`).
 
     Where the experts are wide, one matrix stands for down in all of them, scaled by how much energy each channel
     carries in each expert.
-
     """
 
     def __init__(
@@ -40,10 +41,14 @@ class InputGramCollector(GramsInSets):
         at_once: int | None = None,
         *,
         slopes: SlopeSamples | None = None,
+        first: int = 0,
     ) -> None:
+        """`first` is the number of windows that other processes run before those of this one."""
         super().__init__(shape, device, owned, at_once, GRAM_DTYPE, slopes)
-        width, self.each_down = shape.intermediate, keeps_each_down(shape)
-        self._down = ExpertGrams(shape.experts, width, device, at_once, GRAM_DTYPE) if self.each_down else None
+        width, self.each_down, self._first = shape.intermediate, keeps_each_down(shape), first
+        empty = partial(ExpertGrams, shape.experts, device=device, at_once=at_once, dtype=GRAM_DTYPE)
+        self._down = empty(width) if self.each_down else None
+        self._half_inputs, self._half_down = empty(shape.hidden), empty(width) if self.each_down else None
         self._whole_down = None if self.each_down else Gram(width, device, GRAM_DTYPE)
         self._energy = torch.zeros(shape.experts, dtype=torch.float64, device=device)
         self._channels = torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64, device=device)
@@ -52,8 +57,11 @@ class InputGramCollector(GramsInSets):
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         super().observe(expert, windows, inputs, work)
         inputs, activation = inputs.detach(), work.activation.detach()
-        if self._down is not None:
+        is_second = in_second_half(self._first + windows).to(inputs.device)
+        self._half_inputs.add(expert, inputs[is_second])
+        if self._down is not None and self._half_down is not None:
             self._down.add(expert, activation)
+            self._half_down.add(expert, activation[is_second])
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
@@ -65,8 +73,9 @@ class InputGramCollector(GramsInSets):
 
     def hold(self, experts: range) -> None:
         super().hold(experts)
-        if self._down is not None:
-            self._down.hold(experts)
+        for grams in (self._half_inputs, self._down, self._half_down):
+            if grams is not None:
+                grams.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
         super().reduce(peers)
@@ -74,8 +83,10 @@ class InputGramCollector(GramsInSets):
             return
         for sums in (self._energy, self._channels):
             peers.all_reduce(sums)
-        if self._down is not None:
+        self._half_inputs.reduce(partial(self._owned.owner, "up"), peers, sums=False)
+        if self._down is not None and self._half_down is not None:
             self._down.reduce(partial(self._owned.owner, "down"), peers)
+            self._half_down.reduce(partial(self._owned.owner, "down"), peers, sums=False)
         if self._whole_down is not None:
             peers.all_reduce(self._whole_down.matrix())
 
@@ -85,20 +96,22 @@ class InputGramCollector(GramsInSets):
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
     def gram(self, expert: int, role: Role) -> Tensor:
-        """`[in, in]` fp32 for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
-        few tokens.
+        """`[in, in]` fp32 for one matrix of an expert of the set in hand.
 
-        An expert that no token reached gets the layer's mean, as if one token had reached it.
+        Inputs of gate and up are shrunk towards the layer's mean where the expert saw few tokens; those of down are its
+        own neurons'. An expert that no token reached gets the layer's mean, as if one token had reached it.
         """
-        grams = self._down if role == "down" else self.inputs
-        if grams is None:
+        grams, halves = (self._down, self._half_down) if role == "down" else (self.inputs, self._half_inputs)
+        if grams is None or halves is None:
             return self._scaled_down(expert)
+        own = grams[expert]
+        if own.count and role == "down":
+            return shrunk(own.matrix().clone(), halves[expert].matrix())
         kind = "down" if role == "down" else "input"
         if kind not in self._mean:
             self._mean[kind] = grams.mean()
         mean = self._mean[kind]
-        own = grams[expert]
-        return shrink(own.matrix(), own.count, mean, 0.25 * len(mean))
+        return shrink(shrunk(own.matrix().clone(), halves[expert].matrix()), own.count, mean, 0.25 * len(mean))
 
     def _scaled_down(self, expert: int) -> Tensor:
         assert self._whole_down is not None

@@ -32,7 +32,8 @@ class Collector:
 
         Args:
             expert: its index.
-            windows: `[routed]` index within the batch of the window each token belongs to, ascending.
+            windows: `[routed]` index of the window each token belongs to, ascending: forwards among all windows of this
+                process, backwards within the batch.
             inputs: `[routed, hidden]`.
             work: on them.
         """
@@ -73,6 +74,7 @@ def observe(
     """Run the experts that are in memory, in order, on one batch `[tokens, hidden]`; add their weighted outputs to
     `result` and their weighted activations to `summed`, if these are asked for. `start` is how many rows the experts
     were given in the batches before."""
+    tokens_before = start * routing.tokens // len(routing.weights)
     for expert in held.experts:
         pairs, rows = routing.of(expert)
         if not len(pairs):
@@ -81,7 +83,7 @@ def observe(
         work, weights = held.run(expert, inputs), routing.weights[pairs].to(held.device)
         for collector in collectors:
             collector.at(start + routing.before(expert))
-            collector.observe(expert, rows // length, inputs, work)
+            collector.observe(expert, (tokens_before + rows) // length, inputs, work)
             collector.observe_output(expert, work.output, weights)
         if summed is not None:
             summed.index_add_(0, rows, (work.activation * weights).detach().to(summed))

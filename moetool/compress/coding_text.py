@@ -69,7 +69,9 @@ class CodingText:
         """Run the text through a loaded layer and measure what its experts are given."""
         shape, device = calibrated.source.experts.shape, calibrated.job.device
         slopes = SlopeSamples.within(calibrated.sweep, shape) if self.in_turn else None
-        grams = InputGramCollector(shape, device, owned, self.experts_at_once, slopes=slopes)
+        grams = InputGramCollector(
+            shape, device, owned, self.experts_at_once, slopes=slopes, first=calibrated.sweep.own.start
+        )
         calibrated.sweep.forward(layer, module, [grams])
         return grams
 

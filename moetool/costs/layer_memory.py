@@ -65,15 +65,15 @@ class Measuring:
 
     @classmethod
     def codes(cls, shape: MoEShape, *, refined_on: int = 0, in_turn: bool = False) -> "Measuring":
-        """The measurement of Gram matrices for quantized deltas, with error feedback, among rows too where they are
-        coded `in_turn`; an expert is `refined_on` so many tokens."""
+        """The measurement of Gram matrices, of two halves of the text, for quantized deltas, with error feedback, among
+        rows too where they are coded `in_turn`; an expert is `refined_on` so many tokens."""
         each_down = shape.intermediate**2 if keeps_each_down(shape) else 0
         means = GRAM_DTYPE.itemsize * (shape.hidden**2 + shape.intermediate**2)
         work = 4 * 5 * max(shape.hidden, shape.intermediate) ** 2
         if refined_on:  # sixteen numbers for each of the matrices', and as often what the tokens are given and give
             tokens = 4 * refined_on * (4 * shape.hidden + 1)
             work = max(work, 60 * shape.expert_parameters + tokens + 3 * _FP64 * shape.hidden**2)
-        grams = GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
+        grams = 2 * GRAM_DTYPE.itemsize * (shape.hidden**2 + each_down)
         if in_turn:
             grams += _slopes(shape)
             work += _linked_rows(shape)

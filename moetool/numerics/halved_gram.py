@@ -39,9 +39,9 @@ class HalvedGram:
     def add(self, rows: Tensor) -> None:
         """Add the rows `[windows · length, size]` of the next windows; raises `ValueError` for parts of windows."""
         windows = rows.unflatten(0, (-1, self._length))
-        halves = [(self._next + place).bit_count() % 2 for place in range(len(windows))]
-        for half, gram in enumerate(self._halves):
-            if own := [place for place, other in enumerate(halves) if other == half]:
+        is_second = in_second_half(self._next + torch.arange(len(windows), device=rows.device))
+        for gram, own in zip(self._halves, (~is_second, is_second), strict=True):
+            if bool(own.any()):
                 gram.add(windows[own].flatten(0, 1))
         self._next += len(windows)
 
@@ -53,10 +53,23 @@ class HalvedGram:
     def matrix(self) -> Tensor:
         """The symmetric sum `[size, size]` fp32, pairs shrunk; of one window its diagonal alone."""
         one, other = (half.matrix() for half in self._halves)
-        found = one + other
-        own = found.diagonal().clone()
-        found.mul_(_agreement(one, found, own)).diagonal().copy_(own)
-        return found
+        return shrunk(one + other, one)
+
+
+def in_second_half(windows: Tensor) -> Tensor:
+    """Whether windows, by their number in a text, are in the second of its halves: bool of that shape."""
+    found = windows.clone()
+    for bits in (32, 16, 8, 4, 2, 1):
+        found ^= found >> bits
+    return (found & 1).bool()
+
+
+def shrunk(both: Tensor, one: Tensor) -> Tensor:
+    """Shrink the pairs of a sum `both` [size, size] fp32, of which `one` is of half of the windows, in place; returns
+    it."""
+    own = both.diagonal().clone()
+    both.mul_(_agreement(one, both, own)).diagonal().copy_(own)
+    return both
 
 
 def _agreement(one: Tensor, both: Tensor, energy: Tensor) -> float:

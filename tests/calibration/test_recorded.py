@@ -64,7 +64,7 @@ class Passed:
             with model.layer(index) as layer:
                 self.forward = {
                     "usage": UsageCollector(shape),
-                    "inputs": InputGramCollector(shape, CPU, at_once),
+                    "inputs": InputGramCollector(shape, CPU, at_once=at_once),
                     "base": BaseGramCollector(shape, base),
                     "grams": GramCollector(
                         shape,

@@ -203,6 +203,7 @@ class MixedLayers:
             owned,
             self._calibrated.experts_at_once,
             slopes=SlopeSamples.within(sweep, self._reader.shape) if keep and self._options.in_turn else None,
+            first=sweep.own.start,
         )
         sweep.forward(layer, module, [grams, *others], keep=keep)
         return grams
