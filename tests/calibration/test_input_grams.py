@@ -8,6 +8,7 @@ from moetool.architectures import MoEShape
 from moetool.calibration import input_grams
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.input_grams import InputGramCollector
+from moetool.numerics.halved_gram import shrunk
 from moetool.numerics.shrinkage import shrink
 
 SHAPE = MoEShape(experts=3, top_k=1, hidden=6, intermediate=8)
@@ -18,12 +19,17 @@ def rows(count: int, width: int, seed: int) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def windows_of(count: int) -> Tensor:
+    """Tokens of four windows."""
+    return torch.arange(count) * 4 // max(count, 1)
+
+
 def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
     collector = InputGramCollector(SHAPE, torch.device("cpu"))
     inputs = [rows(count, 6, 10 + expert) for expert, count in enumerate(TOKENS)]
     activations = [rows(count, 8, 20 + expert) * (1 + expert) for expert, count in enumerate(TOKENS)]
     for expert, count in enumerate(TOKENS):
-        windows, nothing = torch.zeros(count, dtype=torch.int64), torch.zeros(count, 16)
+        windows, nothing = windows_of(count), torch.zeros(count, 16)
         for part in (slice(0, count // 2), slice(count // 2, count)):
             work = ExpertRun(nothing, activations[expert][part], nothing, nothing, torch.relu)
             collector.observe(expert, windows[part], inputs[expert][part], work)
@@ -31,13 +37,17 @@ def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("role", ["gate", "up", "down"])
-def test_each_experts_own_moments_shrunk_to_the_layers(role: str) -> None:
+def test_each_experts_own_moments_shrunk_as_far_as_halves_disagree(role: str) -> None:
+    """Those of gate and up then to the layer's where there are few tokens; without any, all are the layer's."""
     collector, inputs, activations = collected()
     given = activations if role == "down" else inputs
     width = given[0].shape[1]
     mean = sum((own.T @ own for own in given), torch.zeros(width, width).double()) / sum(TOKENS)
     for expert, own in enumerate(given):
-        expected = shrink(own.T @ own, len(own), mean, 0.25 * width)
+        second = own[[bool(window in (1, 2)) for window in windows_of(len(own))]]
+        expected = shrunk(own.T @ own, second.T @ second)
+        if role != "down" or not len(own):
+            expected = shrink(expected, len(own), mean, 0.25 * width)
         torch.testing.assert_close(collector.gram(expert, role), expected.float())  # type: ignore[arg-type]
 
 

@@ -121,7 +121,8 @@ def test_sets_of_experts_are_the_whole_layer(path: Path, at_once: int, windows: 
 
     assert parts.gathered.keys() == whole.gathered.keys()
     for name, expected in whole.gathered.items():
-        torch.testing.assert_close(parts.gathered[name], expected, rtol=1e-12, atol=1e-12)
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(parts.gathered[name], expected, rtol=tolerance, atol=tolerance)
     for passes in ("forward", "backward"):
         found, expected = (getattr(passed, passes)["usage"] for passed in (parts, whole))
         assert found.tokens.equal(expected.tokens)
