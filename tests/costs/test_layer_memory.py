@@ -65,8 +65,8 @@ def test_what_is_measured_grows_with_the_experts_only_where_each_has_its_own() -
     assert Measuring.factors(shape, jointly=True).each > Measuring.factors(shape).each
     assert Measuring.factors(shape, linked=True).each - Measuring.factors(shape).each == 4 * 512 * 2 * 32
     wide = replace(shape, experts=256, intermediate=2048)  # one matrix of down stands for all
-    assert Measuring.codes(shape).each == 4 * (64**2 + 32**2)
-    assert Measuring.codes(wide).each == 4 * 64**2
+    assert Measuring.codes(shape).each == 2 * 4 * (64**2 + 32**2)
+    assert Measuring.codes(wide).each == 2 * 4 * 64**2
 
 
 def test_latent_attention_with_narrow_values_forms_all_scores() -> None:
