@@ -1,4 +1,4 @@
-"""A second moment of few windows of text: two numbers tell of each other as far as two halves of the windows agree.
+"""A second moment from few windows of text, whose pairs of numbers count as far as two halves of the windows agree.
 
 With A over half of the windows and B over the others, noise in them is independent: over all pairs of numbers <A, B> is
 the energy of what both have in common, and <A + B, A + B> / 4 that and what noise adds to it. Their ratio is the factor
