@@ -96,21 +96,18 @@ class InputGramCollector(GramsInSets):
         return torch.stack([given, given, self._channels.sum(1).cpu()])
 
     def gram(self, expert: int, role: Role) -> Tensor:
-        """`[in, in]` fp32 for one matrix of an expert of the set in hand.
+        """`[in, in]` fp32 for one matrix of an expert of the set in hand, shrunk towards the layer's mean where it saw
+        few tokens.
 
-        Inputs of gate and up are shrunk towards the layer's mean where the expert saw few tokens; those of down are its
-        own neurons'. An expert that no token reached gets the layer's mean, as if one token had reached it.
+        An expert that no token reached gets the layer's mean, as if one token had reached it.
         """
         grams, halves = (self._down, self._half_down) if role == "down" else (self.inputs, self._half_inputs)
         if grams is None or halves is None:
             return self._scaled_down(expert)
-        own = grams[expert]
-        if own.count and role == "down":
-            return shrunk(own.matrix().clone(), halves[expert].matrix())
         kind = "down" if role == "down" else "input"
         if kind not in self._mean:
             self._mean[kind] = grams.mean()
-        mean = self._mean[kind]
+        mean, own = self._mean[kind], grams[expert]
         return shrink(shrunk(own.matrix().clone(), halves[expert].matrix()), own.count, mean, 0.25 * len(mean))
 
     def _scaled_down(self, expert: int) -> Tensor:

@@ -38,16 +38,14 @@ def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("role", ["gate", "up", "down"])
 def test_each_experts_own_moments_shrunk_as_far_as_halves_disagree(role: str) -> None:
-    """Those of gate and up then to the layer's where there are few tokens; without any, all are the layer's."""
+    """And to the layer's where there are few tokens."""
     collector, inputs, activations = collected()
     given = activations if role == "down" else inputs
     width = given[0].shape[1]
     mean = sum((own.T @ own for own in given), torch.zeros(width, width).double()) / sum(TOKENS)
     for expert, own in enumerate(given):
         second = own[[bool(window in (1, 2)) for window in windows_of(len(own))]]
-        expected = shrunk(own.T @ own, second.T @ second)
-        if role != "down" or not len(own):
-            expected = shrink(expected, len(own), mean, 0.25 * width)
+        expected = shrink(shrunk(own.T @ own, second.T @ second), len(own), mean, 0.25 * width)
         torch.testing.assert_close(collector.gram(expert, role), expected.float())  # type: ignore[arg-type]
 
 

@@ -63,7 +63,7 @@ def drift(model: Path, original: Path, tokens: Tensor) -> float:
 def test_its_routing_comes_nearer_to_the_originals(
     made: Any, run_cli: Any, tiny_mixtral: Path, text: tuple[object, ...], tiny_tokens: Tensor, tmp_path: Path
 ) -> None:
-    source, tokens = made("quantize"), tiny_tokens[1000:1128].view(2, 64)
+    source, tokens = made("quantize"), tiny_tokens[1000:2024].view(16, 64)
     words = ("--to", tiny_mixtral, *text, "--samples", 64, "--held-out", 4, "--steps", 24, "--learning-rate", 0.01)
     found = {}
     for weight in (0, 80):
