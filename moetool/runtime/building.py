@@ -99,12 +99,19 @@ def _of_any_layer(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
+def _layer_of(name: str) -> str:
+    """The name of a tensor up to its layer's number; all of a name without one."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
+
+
 def check_sizes(checkpoint: Checkpoint) -> None:
     """Compare the model that `config.json` promises with the headers, before a loader makes room for it.
 
-    Names that the files do not have are the loader's to judge, who knows more names of a tensor than one; but it
-    renames layers alike, so that a tensor is missing if the files have its like of another layer, and together absent
-    ones may not be more than what the files hold. moetool's own models have the names that it gave them.
+    Names that the files do not have are the loader's to judge, who knows more names of a tensor than one; but a tensor
+    is missing if the files have its like of another layer, and in its own layer none by a name that is not promised.
+    Together absent ones may not be more than what the files hold. moetool's own models have the names that it gave
+    them.
 
     Raises:
         InvalidInputError: transformers cannot build the model, a tensor has another shape than promised or is missing
@@ -124,7 +131,9 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     absent = [name for name in promised if name not in held]
     layered = set(map(_of_any_layer, held))
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
-    if missing := [name for name in absent if _of_any_layer(name) in layered and not needless.search(name)]:
+    renamed = {_layer_of(name) for name in held.keys() - promised.keys()}
+    absent_alone = [name for name in absent if _layer_of(name) not in renamed and not needless.search(name)]
+    if missing := [name for name in absent_alone if _of_any_layer(name) in layered]:
         raise InvalidInputError(
             f"{checkpoint.source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} "
             "missing in all). Download it again."
