@@ -249,7 +249,8 @@ class GramCollector(GramsInSets):
     ) -> None:
         """`down_delta(expert)` gives Δ of the down matrix in fp32, of those at work; `tokens` is how many will be
         routed in all, by all processes, `before` of them by those before this one."""
-        super().__init__(shape, device, owned, at_once, slopes=slopes)
+        self.inputs: ExpertGrams
+        super().__init__(shape, ExpertGrams(shape.experts, shape.hidden, device, at_once), owned, at_once, slopes)
         self._device = device
         self.wide_down = shape.intermediate > shape.hidden
         size = shape.hidden if self.wide_down else shape.intermediate
@@ -270,6 +271,7 @@ class GramCollector(GramsInSets):
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         super().observe(expert, windows, inputs, work)
+        self.inputs.add(expert, inputs.detach())
         if not self.wide_down:
             self.down.add(expert, work.activation)
         elif self.down.holds(expert):

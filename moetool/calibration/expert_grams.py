@@ -12,6 +12,7 @@ from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
 from moetool.calibration.slopes import SlopeSamples
 from moetool.numerics.gram import Gram
+from moetool.numerics.halved_gram import shrunk
 
 
 class ExpertGrams:
@@ -89,6 +90,47 @@ class ExpertGrams:
         return summed_grams(list(self._own.values()), Peers()) if self._total is None else self._total
 
 
+class HalvedExpertGrams:
+    """`Σ x xᵀ [size, size]` fp32 of one input, by expert, each of two halves of the text, and shrunk as far as these
+    disagree (`numerics.halved_gram`). The halves of an expert stand side by side in `ExpertGrams`."""
+
+    def __init__(self, experts: int, size: int, device: torch.device, at_once: int | None) -> None:
+        self._halves = ExpertGrams(2 * experts, size, device, at_once and 2 * at_once, torch.float32)
+
+    @property
+    def counts(self) -> Tensor:
+        """`[experts]` int64, the tokens that each expert was given."""
+        return self._halves.counts.view(-1, 2).sum(1)
+
+    def hold(self, experts: range) -> None:
+        """Drop the Gram matrices gathered so far and start empty ones for these experts."""
+        self._halves.hold(range(2 * experts.start, 2 * experts.stop))
+
+    def add(self, expert: int, rows: Tensor, is_second: Tensor) -> None:
+        """Add `[tokens, size]` that an expert is given, of which some are in the second half, as bool `[tokens]`
+        says."""
+        self._halves.add(2 * expert, rows[~is_second])
+        self._halves.add(2 * expert + 1, rows[is_second])
+
+    def add_to_all(self, rows: Tensor) -> None:
+        """Add `[tokens, size]` to what the mean is of, unless it can be had from the experts' own."""
+        self._halves.add_to_all(rows)
+
+    def reduce(self, owner: Callable[[int], int], peers: Peers) -> None:
+        """Sum over all processes, each of which holds all experts. The matrix of an expert goes to its `owner`, counts
+        and the total over experts to all."""
+        self._halves.reduce(lambda half: owner(half // 2), peers)
+
+    def mean(self) -> Tensor:
+        """`[size, size]` fp32, not shrunk: an average token's, zeros if there was none."""
+        return self._halves.mean()
+
+    def matrix(self, expert: int) -> Tensor:
+        """The shrunk sum `[size, size]` fp32 of an expert that is held."""
+        one, other = (self._halves[2 * expert + half].matrix() for half in range(2))
+        return shrunk(one + other, one)
+
+
 class GramsInSets(Collector):
     """Gathers Gram matrices by expert, as many at once as there is room for.
 
@@ -101,17 +143,13 @@ class GramsInSets(Collector):
     def __init__(
         self,
         shape: MoEShape,
-        device: torch.device,
+        inputs: ExpertGrams | HalvedExpertGrams,
         owned: Owned | None,
         at_once: int | None,
-        dtype: torch.dtype = torch.float64,
-        slopes: SlopeSamples | None = None,
+        slopes: SlopeSamples | None,
     ) -> None:
-        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it,
-        and added up in `dtype`."""
-        self.experts, self.is_first = shape.experts, True
-        self.inputs = ExpertGrams(shape.experts, shape.hidden, device, at_once, dtype)
-        self.slopes = slopes
+        """Of all experts, or of so many `at_once`. What an expert was given is gathered for the process that has it."""
+        self.experts, self.is_first, self.inputs, self.slopes = shape.experts, True, inputs, slopes
         if slopes is not None and (at_once is None or at_once >= shape.experts):
             slopes.hold(range(shape.experts))
         self._owned = owned or Owned(shape, Peers())
@@ -125,7 +163,6 @@ class GramsInSets(Collector):
         return self.inputs.counts.clone()
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
-        self.inputs.add(expert, inputs.detach())
         if self.slopes is not None:
             self.slopes.observe(expert, work)
 

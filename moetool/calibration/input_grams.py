@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
-from moetool.calibration.expert_grams import ExpertGrams, GramsInSets
+from moetool.calibration.expert_grams import GramsInSets, HalvedExpertGrams
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.peers import Owned, Peers
 from moetool.calibration.slopes import SlopeSamples
 from moetool.numerics.gram import Gram
-from moetool.numerics.halved_gram import in_second_half, shrunk
+from moetool.numerics.halved_gram import in_second_half
 from moetool.numerics.shrinkage import shrink
 
 # Error feedback damps by a hundredth of an input's energy, and low-rank factors of deltas are quantized.
@@ -44,11 +44,11 @@ class InputGramCollector(GramsInSets):
         first: int = 0,
     ) -> None:
         """`first` is the number of windows that other processes run before those of this one."""
-        super().__init__(shape, device, owned, at_once, GRAM_DTYPE, slopes)
+        self.inputs: HalvedExpertGrams
+        inputs = HalvedExpertGrams(shape.experts, shape.hidden, device, at_once)
+        super().__init__(shape, inputs, owned, at_once, slopes)
         width, self.each_down, self._first = shape.intermediate, keeps_each_down(shape), first
-        empty = partial(ExpertGrams, shape.experts, device=device, at_once=at_once, dtype=GRAM_DTYPE)
-        self._down = empty(width) if self.each_down else None
-        self._half_inputs, self._half_down = empty(shape.hidden), empty(width) if self.each_down else None
+        self._down = HalvedExpertGrams(shape.experts, width, device, at_once) if self.each_down else None
         self._whole_down = None if self.each_down else Gram(width, device, GRAM_DTYPE)
         self._energy = torch.zeros(shape.experts, dtype=torch.float64, device=device)
         self._channels = torch.zeros(shape.experts, shape.intermediate, dtype=torch.float64, device=device)
@@ -58,10 +58,9 @@ class InputGramCollector(GramsInSets):
         super().observe(expert, windows, inputs, work)
         inputs, activation = inputs.detach(), work.activation.detach()
         is_second = in_second_half(self._first + windows).to(inputs.device)
-        self._half_inputs.add(expert, inputs[is_second])
-        if self._down is not None and self._half_down is not None:
-            self._down.add(expert, activation)
-            self._half_down.add(expert, activation[is_second])
+        self.inputs.add(expert, inputs, is_second)
+        if self._down is not None:
+            self._down.add(expert, activation, is_second)
         if not self.is_first:
             return
         self._energy[expert] += inputs.double().square().sum()
@@ -73,9 +72,8 @@ class InputGramCollector(GramsInSets):
 
     def hold(self, experts: range) -> None:
         super().hold(experts)
-        for grams in (self._half_inputs, self._down, self._half_down):
-            if grams is not None:
-                grams.hold(experts)
+        if self._down is not None:
+            self._down.hold(experts)
 
     def reduce(self, peers: Peers) -> None:
         super().reduce(peers)
@@ -83,10 +81,8 @@ class InputGramCollector(GramsInSets):
             return
         for sums in (self._energy, self._channels):
             peers.all_reduce(sums)
-        self._half_inputs.reduce(partial(self._owned.owner, "up"), peers, sums=False)
-        if self._down is not None and self._half_down is not None:
+        if self._down is not None:
             self._down.reduce(partial(self._owned.owner, "down"), peers)
-            self._half_down.reduce(partial(self._owned.owner, "down"), peers, sums=False)
         if self._whole_down is not None:
             peers.all_reduce(self._whole_down.matrix())
 
@@ -101,14 +97,14 @@ class InputGramCollector(GramsInSets):
 
         An expert that no token reached gets the layer's mean, as if one token had reached it.
         """
-        grams, halves = (self._down, self._half_down) if role == "down" else (self.inputs, self._half_inputs)
-        if grams is None or halves is None:
+        grams = self._down if role == "down" else self.inputs
+        if grams is None:
             return self._scaled_down(expert)
         kind = "down" if role == "down" else "input"
         if kind not in self._mean:
             self._mean[kind] = grams.mean()
-        mean, own = self._mean[kind], grams[expert]
-        return shrink(shrunk(own.matrix().clone(), halves[expert].matrix()), own.count, mean, 0.25 * len(mean))
+        mean = self._mean[kind]
+        return shrink(grams.matrix(expert), int(grams.counts[expert]), mean, 0.25 * len(mean))
 
     def _scaled_down(self, expert: int) -> Tensor:
         assert self._whole_down is not None
