@@ -97,6 +97,21 @@ def test_a_killed_export_continues(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_what_written_layers_were_coded_from_is_not_missed(
+    crash: Any, calibration: tuple[object, ...], tiny_mixtral: Path, tmp_path: Path
+) -> None:
+    """A job that was killed when some layers were in the output makes nothing again but what it was at."""
+    arguments = ("export", tiny_mixtral, "--format", "gguf", "--target-bpw", 9, *calibration)
+    told = crash(tmp_path / "whole", arguments)
+    assert told["code"] == 0, told["stderr"]
+    for left in (8, 16, 24):
+        output = tmp_path / str(left)
+        assert crash(output, arguments, at=told["changes"] - left)["code"] == -signal.SIGKILL
+        again = crash(output, (*arguments, "--resume"))
+        assert again["code"] == 0, again["stderr"]
+        assert "damaged" not in again["stderr"]
+
+
 @pytest.fixture(scope="module")
 def one_type(run_cli: Any, calibration: tuple[object, ...], wide: Path, tmp_path_factory: Any) -> Path:
     """An export in one type for all layers."""

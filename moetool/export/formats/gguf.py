@@ -317,9 +317,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         writer = self._metadata(max(self._tensors, key=lambda tensor: tensor.numbers).type)
 
         def note(number: int, digest: str) -> None:
-            job.finish(f"write/{number}", told={_DIGEST: digest})
-            if coded is not None:
-                coded.forget(layer_of(units[number][0].name))
+            spent = [] if coded is None else coded.spent(layer_of(units[number][0].name))
+            job.finish(f"write/{number}", spent=spent, told={_DIGEST: digest})
             job.interrupt.check()
 
         with phase(job.progress, WRITE, len(self._tensors) + (0 if coded is None else coded.steps)):

@@ -9,6 +9,7 @@ were taken to choose types, rows are coded in turn, each making good for the err
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -75,10 +76,10 @@ class CodedLayers:
         with safe_open(self._file(layer), "pt") as file:
             yield file.get_tensor(name)
 
-    def forget(self, layer: int) -> None:
-        """Delete what a layer's tensors were coded from, and their blocks, once these are in the output."""
-        for path in (self._file(layer), row_moments_path(self._job.work, layer)):
-            path.unlink(missing_ok=True)
+    def spent(self, layer: int) -> list[Path]:
+        """The files that are not needed once a layer's tensors are in the output: their blocks, and what these were
+        chosen by."""
+        return [path for path in (self._file(layer), row_moments_path(self._job.work, layer)) if path.exists()]
 
     def _file(self, layer: int) -> Path:
         return self._job.work / f"blocks-{layer:05d}.safetensors"
@@ -95,9 +96,9 @@ class CodedLayers:
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
         found = dict[str, Tensor]()
-        for path, names in named.items():
-            inputs = PreparedGram.of(grams[path])
-            for name in names:
+        for owner, same in grams.shared().items():
+            inputs = PreparedGram.of(grams[owner])
+            for name in chain.from_iterable(named[path] for path in same):
                 whole = torch.cat(list(self._tensors[name].parts())).to(job.device)
                 check_finite(name, whole)
                 rows = ProjectionMetric.read(row_moments_path(job.work, layer), name, job.device) if in_turn else None
