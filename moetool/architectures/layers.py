@@ -1,4 +1,4 @@
-"""Which decoder layer a tensor belongs to, by its name."""
+"""Names of the tensors in a model's decoder layers: the layer of a name, and the beginning of a layer's names."""
 
 import re
 from functools import cached_property

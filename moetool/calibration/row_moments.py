@@ -26,7 +26,7 @@ class RowMoments:
     """`Σ g gᵀ` of the gradients g at a matrix's outputs, between rows of one chunk of `LINKED_ROWS`."""
 
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
-        """Take gradients of windows of that `length`."""
+        """Start without gradients, for a matrix of so many `rows` and windows of `length` tokens."""
         self._grams = [HalvedGram(size, length, 0, device) for size in _chunks(rows)]
 
     def add(self, gradients: Tensor) -> None:
@@ -90,5 +90,5 @@ def row_moment_numbers(rows: int) -> int:
 
 
 def _chunks(rows: int) -> list[int]:
-    """How many rows each chunk has."""
+    """Return the number of rows in each chunk of `LINKED_ROWS` that a matrix of so many `rows` is cut into."""
     return [min(LINKED_ROWS, rows - start) for start in range(0, rows, LINKED_ROWS)]

@@ -68,7 +68,7 @@ class Unmerging:
             self._made[name] = Made(TensorSpec(name, stored, info.shape), partial(_in_parts, stored, info.shape, parts))
 
     def units(self) -> list[tuple[int, list[Made]]]:
-        """The tensors by layer; those of no layer first."""
+        """List the tensors of the dense model by their decoder layer; those outside of all layers come first."""
         found: dict[int, list[Made]] = {layer: [] for layer in range(REST, self._dense.layers)}
         for name, made in self._made.items():
             found[self._dense.layer_of(name)].append(made)

@@ -33,7 +33,7 @@ class HalvedGram:
 
     @property
     def size(self) -> int:
-        """Length of a row."""
+        """The length of the rows that are added, and of the matrix's sides."""
         return self._halves[0].size
 
     def add(self, rows: Tensor) -> None:

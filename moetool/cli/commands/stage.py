@@ -313,11 +313,7 @@ def _print_result(result: Result) -> None:
         fields += _other_experts(made)
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
         fields += [("note", note) for note in made.notes]
-    if (
-        result.stage in _FOR_ENGINES
-        and sizes is not None
-        and (sizes.bytes_input or sizes.bytes_after) < sizes.bytes_after
-    ):
+    if result.stage in _FOR_ENGINES and sizes is not None and 0 < (sizes.bytes_input or 0) < sizes.bytes_after:
         fields.append(("note", "Larger than its input: exported from the original, as many bytes lose less."))
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])

@@ -162,7 +162,8 @@ def measure_types(
     tensors = {tensor.name: tensor for tensor in menu.tensors if tensor.name in menu.types}
 
     def visit(layer: int, module: nn.Module) -> None:
-        projections = {path: module.get_submodule(path) for path in source.projections(layer)}
+        names_of = source.projections(layer)
+        projections = {path: module.get_submodule(path) for path in names_of}
         grams = ProjectionGrams(projections, calibrated.gradient_sweep, job.device)
         moments = LayerMoments(source, layer, module, job.device, calibrated.gradient_sweep.length)
         experts = grams_of_experts(source, layer, job.device)
@@ -176,14 +177,16 @@ def measure_types(
         losses = {name: TypeLosses(types) for name, types in menu.types.items() if layer_of(name) == layer}
         sweep = calibrated.gradient_sweep
         tick = spread(sweep.tick, sweep.batch_count, len(losses))
-        for path, names in source.projections(layer).items():
-            if own := [name for name in names if name in losses]:
+        for owner, same in grams.shared().items():
+            tried = [own for path in same if (own := [name for name in names_of[path] if name in losses])]
+            inputs = PreparedGram.of(grams[owner]) if tried else None
+            for own in tried:
                 try_types(
                     [losses[name] for name in own],
                     [torch.cat(list(tensors[name].parts())).to(job.device) for name in own],
                     moments.by_name[own[0]].given[0],
                     [moments.sensitivity(name) for name in own],
-                    PreparedGram.of(grams[path]),
+                    inputs,
                 )
                 for _ in own:
                     tick()
