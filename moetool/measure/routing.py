@@ -18,7 +18,7 @@ from moetool.measure.results import Clustering, RoutingResult, TextRouting
 from moetool.measure.texts import open_texts
 from moetool.runtime.modules.batch_dependence import depends_on_batch
 from moetool.runtime.modules.insertion import experts_per_token
-from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation, interpolation_of
 

@@ -12,7 +12,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import Customized, Made
 from moetool.errors import UsageError
 from moetool.format.kinds.base import PLACEHOLDER
-from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, SECOND, MoefiedSpec, SelectorKind
+from moetool.format.kinds.moefied import CENTRE, FIRST, ORDER, PRICE, SECOND, Lead, MoefiedSpec, SelectorKind
 from moetool.moefy.statistics import SampledNetwork
 from moetool.numerics.balanced_kmeans import balanced_kmeans
 from moetool.numerics.seeding import generator
@@ -21,6 +21,7 @@ from moetool.runtime.dense import DenseModel
 # Tensors that a layer gains: what of its plan each is, and its dtype, `None` for that of the FFNs.
 _FOUND: Mapping[str, tuple[str, torch.dtype | None]] = {
     CENTRE: ("centre", torch.float32),
+    PRICE: ("price", torch.float32),
     FIRST: ("first", None),
     SECOND: ("second", None),
     ORDER: ("ranking", torch.int64),
@@ -39,6 +40,8 @@ class LayerPlan:
         centre: `[intermediate]` fp32, representative values in that order; zeros for the original MoEfication.
         first, second: of the selector, `[experts, hidden]` and `[experts, experts]`; `None` if it is no network.
         ranking: `[experts]` int64, experts as a fixed selector takes them.
+        gate_price, up_price: `[intermediate]` fp32, what squares of the projection that chooses are worth; `None` of
+            the other one.
     """
 
     order: Tensor
@@ -46,6 +49,17 @@ class LayerPlan:
     first: Tensor | None = None
     second: Tensor | None = None
     ranking: Tensor | None = None
+    gate_price: Tensor | None = None
+    up_price: Tensor | None = None
+
+    @property
+    def lead(self) -> Lead:
+        """The projection that chooses, of a layer that has one."""
+        return "up" if self.gate_price is None else "gate"
+
+    @property
+    def price(self) -> Tensor | None:
+        return self.up_price if self.gate_price is None else self.gate_price
 
 
 def chosen_experts(keep: float, experts: int) -> int:
@@ -165,7 +179,8 @@ def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int
     model.
 
     Counted as the paper does: multiplications of decoder or encoder layers with their weights, of attention with a text
-    of `length` tokens, and of the selectors (an oracle computes all activations first). Table 1 of G-MoEfication
+    of `length` tokens, and of the selectors (an oracle computes all activations first, a projection is computed for all
+    neurons). Table 1 of G-MoEfication
     follows at a length of 128.
     """
     config, hidden = dense.config, dense.hidden
@@ -180,5 +195,10 @@ def flops(dense: DenseModel, layers: int, keep: float, experts: int, length: int
     matrix, roles = hidden * dense.intermediate, len(dense.architecture.roles)
     whole = dense.layers * (attention + roles * matrix)
     chosen = chosen_experts(keep, experts) / experts
-    selecting = {"mlp": experts * (hidden + experts), "oracle": (roles - 1) * matrix, "fixed": 0}[selector]
+    selecting = {
+        "projection": (1 - chosen) * matrix,
+        "mlp": experts * (hidden + experts),
+        "oracle": (roles - 1) * matrix,
+        "fixed": 0,
+    }[selector]
     return (whole - layers * ((1 - chosen) * roles * matrix - selecting)) / whole

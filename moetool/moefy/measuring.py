@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -75,10 +76,10 @@ class NeuronMeasuring:
         encoder = dense.architecture.is_encoder
         self._calibrated = CalibratedJob(job, options, encoder=encoder, gradients=self._gradients)
         self._tokens = self._calibrated.sweep.windows.numel()
-        if settling.selector == "mlp" and self._tokens < needed_tokens(options.experts):
+        if settling.selector == "mlp" and self._tokens < needed_tokens(settling.experts):
             raise InvalidInputError(
-                f"The calibration text has {self._tokens:,} tokens; the selectors of {options.experts} experts need "
-                f"{needed_tokens(options.experts):,}."
+                f"The calibration text has {self._tokens:,} tokens; the selectors of {settling.experts} experts need "
+                f"{needed_tokens(settling.experts):,}."
             )
 
     def run(self, layers: Sequence[int]) -> CalibrationFacts:
@@ -157,7 +158,9 @@ class NeuronMeasuring:
         write_json(files.settled[1], told)
 
     def _clustered(self, index: int, network: SampledNetwork, mean: Tensor) -> Tensor:
-        options = self._settling.options
+        options, experts = self._settling.options, self._settling.experts
+        if self._settling.selector == "projection":
+            return torch.arange(len(mean))
         if options.as_published:
-            return order_by_weights(self._dense, index, options.experts, options.seed)
-        return order_by_activations(network, self._settling.centre(mean), index, options.experts, options.seed)
+            return order_by_weights(self._dense, index, experts, options.seed)
+        return order_by_activations(network, self._settling.centre(mean), index, experts, options.seed)

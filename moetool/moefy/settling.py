@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moetool.format.kinds.moefied import SelectorKind
 from moetool.moefy.clusters import chosen_experts
+from moetool.moefy.leading import leading_projection
 from moetool.moefy.options import MoefyOptions
 from moetool.moefy.selector import TrainedSelector, captured_share, expert_scores, side_by_side, train_selector
 from moetool.moefy.statistics import CHUNK, SampledNetwork
@@ -25,11 +26,13 @@ class Settling:
         options: of the job.
         selector: what chooses experts.
         keeps_means: whether neurons that are left out count with a representative value, or not at all.
+        experts: per layer.
     """
 
     options: MoefyOptions
     selector: SelectorKind
     keeps_means: bool
+    experts: int
 
     def settled(
         self, index: int, network: SampledNetwork, mean: Tensor, order: Tensor
@@ -42,15 +45,17 @@ class Settling:
             mean: `[intermediate]` fp64, mean activations on the whole text.
             order: `[intermediate]` int64, neurons expert by expert.
         """
+        if self.selector == "projection":
+            return self._led(network, mean)
         options, ordered = self.options, mean[order].float()
         tensors = {"order": order, "centre": self.centre(mean)[order]}
         scores, told = self._scores(network, tensors, ordered)
         if self.selector == "mlp":
             told |= self._learn(index, network, tensors, ordered, scores)
         elif self.selector == "fixed":
-            ranking = torch.arange(options.experts)
+            ranking = torch.arange(self.experts)
             if options.baseline != "snip":
-                ranking = torch.randperm(options.experts, generator=generator(options.seed, "ranking", index))
+                ranking = torch.randperm(self.experts, generator=generator(options.seed, "ranking", index))
             tensors["ranking"] = ranking
             told["captured"] = round(captured_share(scores[:, ranking[: self._chosen]], scores), 6)
         return tensors, told
@@ -62,7 +67,7 @@ class Settling:
     @property
     def _chosen(self) -> int:
         """Number of experts computed per token."""
-        return chosen_experts(self.options.keep, self.options.experts)
+        return chosen_experts(self.options.keep, self.experts)
 
     def _scores(
         self, network: SampledNetwork, tensors: Mapping[str, Tensor], mean: Tensor
@@ -71,7 +76,7 @@ class Settling:
         order, parts, small, small_centred = tensors["order"].to(network.device), [], 0, 0
         for unordered in network.activations():
             activations = unordered[:, order]
-            parts.append(expert_scores(activations, tensors["centre"].to(activations), self.options.experts))
+            parts.append(expert_scores(activations, tensors["centre"].to(activations), self.experts))
             small += _count_small(activations)
             small_centred += _count_small(activations - mean.to(activations))
         scores = torch.cat(parts)
@@ -81,11 +86,31 @@ class Settling:
             "soft_sparsity_centred": round(small_centred / count, 6),
         }
 
+    def _led(self, network: SampledNetwork, mean: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Neurons as they are, each an expert, and the projection that chooses among them."""
+        found = leading_projection(network, self._chosen)
+        small, small_centred, ordered = 0, 0, mean.float().to(network.device)
+        for activations in network.activations():
+            small += _count_small(activations)
+            small_centred += _count_small(activations - ordered.to(activations.dtype))
+        count = len(network.inputs) * len(mean)
+        return {
+            "order": torch.arange(len(mean)),
+            "centre": found.centre.float().cpu() if self.keeps_means else torch.zeros(len(mean)),
+            f"{found.lead}_price": found.price.cpu(),
+        }, {
+            "soft_sparsity": round(small / count, 6),
+            "soft_sparsity_centred": round(small_centred / count, 6),
+            "captured": found.captured,
+            "captured_by_oracle": found.best,
+            "selector_accuracy": found.accuracy,
+        }
+
     def _learn(
         self, index: int, network: SampledNetwork, tensors: dict[str, Tensor], mean: Tensor, scores: Tensor
     ) -> dict[str, float]:
         """Put experts side by side that belong together, train their selector, settle representative values."""
-        options, experts = self.options, self.options.experts
+        options, experts = self.options, self.experts
         neighbours = side_by_side(scores, self._chosen)
         order, centre, mean = (
             whole.view(experts, -1)[neighbours].flatten() for whole in (tensors["order"], tensors["centre"], mean)

@@ -46,6 +46,10 @@ from moetool.runtime.dense import DenseModel
 # Tokens of text that a token attends to, where FLOPs are counted: what reproduces Table 1 of G-MoEfication.
 COUNTED_LENGTH = 128
 
+_EXPERTS = 64  # per layer, where no projection chooses
+_COPIES = 12  # of fp32 numbers, of the activations of a chunk of tokens
+_SEEN = 6  # times that activations of the sample are computed, or what takes as long
+
 
 class Moefy(Conversion[MoefyOptions]):
     """A dense model that computes only a part of its feed-forward networks for each token.
@@ -69,7 +73,16 @@ class Moefy(Conversion[MoefyOptions]):
     def _selector(self) -> SelectorKind:
         if self.options.baseline == "snip" or self.options.selector == "random":
             return "fixed"
-        return "oracle" if self.options.selector == "oracle" else "mlp"
+        if self.options.selector == "oracle":
+            return "oracle"
+        is_led = self.options.experts is None and not self.options.as_published
+        return self.options.selector or ("projection" if is_led else "mlp")
+
+    @property
+    def _experts(self) -> int:
+        """Experts per layer: with a projection, its neurons."""
+        given = self.options.experts
+        return self.dense.intermediate if self._selector == "projection" else _EXPERTS if given is None else given
 
     @property
     def preserves(self) -> bool:
@@ -87,7 +100,7 @@ class Moefy(Conversion[MoefyOptions]):
         return self._moefied(lambda layer: _NOTHING)
 
     def converted(self, job: Job[DenseSource]) -> MeasuredModel:
-        settling = Settling(self.options, self._selector, self.keeps_means)
+        settling = Settling(self.options, self._selector, self.keeps_means, self._experts)
         facts = NeuronMeasuring(job, settling).run(self._layers)
         files = {layer: LayerFiles(job.work, layer) for layer in self._layers}
         found = {layer: files[layer].activations() for layer in self._layers}
@@ -95,30 +108,41 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _moefied(self, layer_plan: Callable[[int], LayerPlan]) -> Moefied:
         options = self.options
-        if options.baseline == "snip" and options.selector != "mlp":
+        if options.baseline == "snip" and options.selector is not None:
             raise UsageError("--baseline snip keeps the same neurons for every token: it takes no --selector.")
-        check_experts(options.experts, self.dense.intermediate)
-        chosen_experts(options.keep, options.experts)
+        if options.selector == "projection" and (options.experts is not None or options.as_published):
+            raise UsageError(
+                "--selector projection chooses every neuron by itself: it takes no --experts and no --as-published."
+            )
+        check_experts(self._experts, self.dense.intermediate)
+        chosen_experts(options.keep, self._experts)
         self._check_text()
-        spec = MoefiedSpec(experts=options.experts, keep=options.keep, selector=self._selector, layers=self._layers)
+        is_led = self._selector == "projection"
+        spec = MoefiedSpec(
+            experts=self._experts,
+            keep=options.keep,
+            selector=self._selector,
+            layers=self._layers,
+            leads=tuple(layer_plan(layer).lead for layer in self._layers) if is_led else (),
+        )
         return Moefied(dense=self.dense, dtype=self.new_dtype, seed=options.seed, spec=spec, layer_plan=layer_plan)
 
     def _check_text(self) -> None:
         options = self.options
-        tokens, needed = options.samples * options.sequence_length, needed_tokens(options.experts)
+        tokens, needed = options.samples * options.sequence_length, needed_tokens(self._experts)
         if self._selector == "mlp" and min(tokens, options.selector_tokens) < needed:
             raise UsageError(
                 f"{min(tokens, options.selector_tokens):,} tokens are too few to train the selectors of "
-                f"{options.experts} experts: {needed:,} are needed (--samples, --sequence-length, --selector-tokens)."
+                f"{self._experts} experts: {needed:,} are needed (--samples, --sequence-length, --selector-tokens)."
             )
 
     def details(self) -> dict[str, Json]:
         options, dense, spec = self.options, self.dense, self.planned().spec
         means = dense.intermediate + dense.hidden if self.keeps_means else 0  # and the constant that follows from them
-        added = len(self._layers) * (spec.selector_size(dense.hidden) + means)
-        share = flops(dense, len(self._layers), options.keep, options.experts, COUNTED_LENGTH, self._selector)
+        added = len(self._layers) * (spec.selector_size(dense.hidden, dense.intermediate) + means)
+        share = flops(dense, len(self._layers), options.keep, spec.experts, COUNTED_LENGTH, self._selector)
         return {
-            "experts": options.experts,
+            "experts": spec.experts,
             "experts_per_token": spec.at_work,
             "moe_layers": len(self._layers),
             "flops": f"{share:.1%} of dense, reading {COUNTED_LENGTH} tokens",
@@ -129,14 +153,16 @@ class Moefy(Conversion[MoefyOptions]):
         options, dense = self.options, self.dense
         cost = CalibrationCost(options.samples, options.sequence_length, 4)
         tokens, epochs = self._sampled_tokens, options.epochs if self._selector == "mlp" else 0
+        if self._selector == "projection":
+            return led_phases(cost, dense, self._layers, tokens)
         return neuron_phases(
-            cost, dense, self._layers, tokens, options.experts, epochs, self._clustered_width, self._clustered_tokens
+            cost, dense, self._layers, tokens, self._experts, epochs, self._clustered_width, self._clustered_tokens
         )
 
     @property
     def _clustered_width(self) -> int:
-        """Length of the vector that k-means has of each neuron; 0 where gradients rank neurons instead."""
-        if self.options.baseline == "snip":
+        """Length of the vector that k-means has of each neuron; 0 where there are no clusters."""
+        if self.options.baseline == "snip" or self._selector == "projection":
             return 0
         return self.dense.hidden * (len(self.dense.architecture.roles) - 1) if self.options.as_published else DIRECTIONS
 
@@ -159,7 +185,8 @@ class Moefy(Conversion[MoefyOptions]):
 
     def _memory_bytes(self) -> int:
         options, dense, tokens = self.options, self.dense, self._sampled_tokens
-        sampled = 4 * tokens * (3 * dense.hidden + 2 * options.experts) + 4 * 4 * CHUNK * dense.intermediate
+        scores = 2 * self._experts if self._clustered_width or options.baseline == "snip" else 0
+        sampled = 4 * tokens * (3 * dense.hidden + scores) + _COPIES * 4 * CHUNK * dense.intermediate
         clustering = 3 * 4 * dense.intermediate * self._clustered_width
         return super()._memory_bytes() + sampled + clustering
 
@@ -245,6 +272,22 @@ def neuron_phases(
         return (Phase(FORWARD, run + loading(size) + clustering * len(layers) + learnt),)
     forward = calibration_forward(cost, size, size.layers)
     return Phase(FORWARD, forward), Phase(BACKWARD, calibration_backward(cost, size) + learnt)
+
+
+def led_phases(cost: CalibrationCost, dense: DenseModel, layers: Collection[int], tokens: int) -> Phases:
+    """A text through a dense model, to see which of a network's projections chooses neurons best.
+
+    Args:
+        cost: of the text.
+        dense: the model.
+        layers: whose neurons are to be chosen.
+        tokens: that choices are judged on.
+    """
+    size, width = dense_size(dense), dense.hidden * (len(dense.architecture.roles) - 1)
+    sampled = Work(read=4 * tokens * dense.hidden, written=4 * tokens * dense.hidden)
+    seen = _seen_work(_SEEN * tokens, width, dense.intermediate) + sampled
+    run = calibration_forward(cost, size) * ((max(layers) + 1) / size.layers)
+    return (Phase(FORWARD, run + loading(size) + seen * len(layers)),)
 
 
 def _clustering_work(neurons: int, width: int, clusters: int) -> Work:

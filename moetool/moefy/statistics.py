@@ -3,7 +3,7 @@
 Activations are those of that input: after the activation function, and of a gated network after the product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
@@ -14,6 +14,7 @@ from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.architectures.dense.networks import network_in, size_of
 from moetool.calibration.peers import Peers
+from moetool.format.kinds.moefied import Lead
 
 CHUNK = 1024  # tokens whose activations are in memory together
 
@@ -114,7 +115,9 @@ class SampledNetwork:
 
     def __init__(self, layer: nn.Module, architecture: DenseArchitecture, inputs: Tensor) -> None:
         self._layer, self._architecture, self.inputs = layer, architecture, inputs
-        self._up = _linear(layer, architecture, "gate" if "gate" in architecture.weights else "up")
+        self._is_gated = "gate" in architecture.weights
+        roles: tuple[Role, ...] = ("gate", "up") if self._is_gated else ("up",)
+        self._entering = [*dict.fromkeys(_linear(layer, architecture, role) for role in roles)]
         self._down = _linear(layer, architecture, "down")
         self._more = architecture.spread is None and network_in(layer.get_submodule(architecture.ffn)).adds
 
@@ -123,24 +126,52 @@ class SampledNetwork:
         """The device on which the network's weights lie."""
         return self._down.weight.device
 
-    @torch.no_grad()
     def activations(self, every: int = 1) -> Iterator[Tensor]:
         """Activations `[up to CHUNK, intermediate]` on the sample, or on one of `every` so many of its tokens, computed
         anew, one part after the other."""
+        for activations, _ in self._runs(every):
+            yield activations
+
+    @torch.no_grad()
+    def factors(self) -> Iterator[dict[Lead, Tensor]]:
+        """What activations on the sample are products of, `[up to CHUNK, intermediate]` each, one part after the other:
+        the activated gate, and up; without a gate up, activated."""
+        for activations, projected in self._runs():
+            if not self._is_gated:
+                yield {"up": activations}
+                continue
+            gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
+            yield {"gate": self._activation(gate), "up": up}
+
+    @torch.no_grad()
+    def _runs(self, every: int = 1) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Activations, and what the projections before them gave, gate before up."""
         found: list[Tensor] = []
 
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> NoReturn:
             found.append(inputs[0].detach()[0])
             raise _SeenError
 
-        handle = self._down.register_forward_pre_hook(see)
+        projected = dict[nn.Module, Tensor]()
+
+        def note(module: nn.Module, _: object, output: Tensor) -> None:
+            projected[module] = output.detach()[0]
+
+        handles = [self._down.register_forward_pre_hook(see)]
+        handles += [linear.register_forward_hook(note) for linear in self._entering]
         try:
             for rows in self.inputs[::every].split(CHUNK):
                 with suppress(_SeenError):
                     self._run(rows[None])
-                yield found.pop()
+                yield found.pop(), [projected[linear] for linear in self._entering]
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        """The activation function of a gated network, which is a module of its own in every family."""
+        return network_in(self._layer.get_submodule(self._architecture.ffn)).activation
 
     def _run(self, rows: Tensor) -> None:
         """The network alone on `[1, rows, hidden]`, as far as its down matrix."""
@@ -153,7 +184,8 @@ class SampledNetwork:
     @torch.no_grad()
     def input_rows(self) -> Tensor:
         """Weights `[intermediate, hidden]` that meet the input: the gate's, of a network that has one."""
-        weight = self._up.weight.t() if self._architecture.is_transposed else self._up.weight
+        weight = self._entering[0].weight
+        weight = weight.t() if self._architecture.is_transposed else weight
         return weight[: size_of(self._down)[1]]
 
     @torch.no_grad()

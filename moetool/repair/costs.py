@@ -157,9 +157,9 @@ class TrainedModel:
         vocabulary = whole_number(checkpoint.settings, "vocab_size")
 
         def changes(name: str, shape: Sequence[int]) -> bool:
-            if math.prod(shape) == 1:
-                return False  # a placeholder
-            return len(shape) == 1 or (trains == "all" and shape[0] != vocabulary and not is_selector(name))
+            if math.prod(shape) == 1 or is_selector(name):
+                return False  # or a placeholder
+            return len(shape) == 1 or (trains == "all" and shape[0] != vocabulary)
 
         trained = sum(
             math.prod(info.shape)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
-from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 4, 16, 256), 0.1
 SELECTORS: tuple[SelectorKind, ...] = ("mlp", "fixed")

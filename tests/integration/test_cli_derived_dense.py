@@ -11,7 +11,8 @@ from sampling import sampled
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetool.runtime.modules.moefied import NeuronExperts, set_keep
+from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 FOUR = ("--experts", 4)
 # Conv1D, a residual that the network adds, an activation with numbers, one that is spread over its layer, networks in

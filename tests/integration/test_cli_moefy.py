@@ -35,7 +35,8 @@ from moetool.calibration.activations import ActivationFile
 from moetool.calibration.windows import load_tokenizer, sample_windows
 from moetool.moefy.clusters import Moefied
 from moetool.quiet import quiet
-from moetool.runtime.modules.moefied import NeuronExperts, set_keep
+from moetool.runtime.modules.moefied import set_keep
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 FOUR = ("--experts", 4, "--keep", 0.5)
 LAYERS = 3

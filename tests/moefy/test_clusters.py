@@ -30,7 +30,7 @@ from moetool.quiet import quiet
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import model_class
 from moetool.runtime.modules.insertion import is_placeholder
-from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 EXPERTS, CONFIGS = 4, Path(__file__).parent.parent / "configs"
 
@@ -337,4 +337,8 @@ def test_the_way_back_needs_few_boundaries_on_disk(planned: Any) -> None:
 def test_memory_does_not_grow_with_all_activations(planned: Any) -> None:
     """Those of all sampled tokens at once would be 1.3 GB."""
     few, many = (planned("phi-2", "--selector-tokens", tokens)["peak_memory_bytes"] for tokens in (4096, 32768))
-    assert many - few == 4 * (32768 - 4096) * (3 * 2560 + 2 * 64)
+    assert many - few == 4 * (32768 - 4096) * 3 * 2560
+    clustered = [
+        planned("phi-2", "--experts", 64, "--selector-tokens", tokens)["peak_memory_bytes"] for tokens in (4096, 32768)
+    ]
+    assert clustered[1] - clustered[0] == 4 * (32768 - 4096) * (3 * 2560 + 2 * 64)

@@ -1,8 +1,9 @@
 """(G-)MoEfication (Lee et al., 2024): the neurons of a feed-forward network `{ffn}` as experts, a run of them each.
 
 On disk: the network under `{ffn}.ffn.`, its neurons in the order of the experts, their representative values
-`{ffn}.centre [intermediate]`, and `{ffn}.selector.first.weight [experts, hidden]` and `{ffn}.selector.second.weight
-[experts, experts]`, or `{ffn}.order [experts]` for a selection that is the same for all tokens.
+`{ffn}.centre [intermediate]`, and what selects: `{ffn}.price [intermediate]` for one of the network's own projections,
+`{ffn}.selector.first.weight [experts, hidden]` and `{ffn}.selector.second.weight [experts, experts]` for a network, or
+`{ffn}.order [experts]` for a selection that is the same for all tokens.
 """
 
 import math
@@ -14,14 +15,15 @@ from moetool.architectures.dense import DenseArchitecture
 from moetool.format.fields import Layers
 from moetool.format.kinds.base import CustomModule, Shape, Shapes, numbers, with_networks_inside
 
-SelectorKind = Literal["mlp", "oracle", "fixed"]
+SelectorKind = Literal["projection", "mlp", "oracle", "fixed"]
+Lead = Literal["gate", "up"]
 
-CENTRE, FIRST, SECOND, ORDER = "centre", "selector.first.weight", "selector.second.weight", "order"
+CENTRE, PRICE, FIRST, SECOND, ORDER = "centre", "price", "selector.first.weight", "selector.second.weight", "order"
 
 
 def is_selector(name: str) -> bool:
-    """Whether a tensor is of a network that selects experts, by its name on disk or in memory."""
-    return name.endswith((FIRST, SECOND))
+    """Whether a tensor of floating point is of what selects experts, by its name on disk or in memory."""
+    return name.endswith((PRICE, FIRST, SECOND))
 
 
 class MoefiedSpec(CustomModule):
@@ -30,8 +32,10 @@ class MoefiedSpec(CustomModule):
     Attributes:
         experts: per layer, of equally many neurons.
         keep: share of them per token.
-        selector: what chooses: `mlp`, a small network; `oracle`, the true scores; `fixed`, the first of a fixed order.
+        selector: what chooses: `projection`, one of the network's own projections, by which every neuron is an expert;
+            `mlp`, a small network; `oracle`, the true scores; `fixed`, the first of a fixed order.
         layers: which decoder layers are split, ascending.
+        leads: of each of them the projection that chooses, which is computed for all neurons; none otherwise.
     """
 
     name: ClassVar[str] = "moefied"
@@ -44,6 +48,14 @@ class MoefiedSpec(CustomModule):
     keep: Annotated[float, Field(strict=True, gt=0, le=1)]
     selector: SelectorKind
     layers: Layers
+    leads: tuple[Lead, ...] = ()
+
+    @model_validator(mode="after")
+    def _led(self) -> Self:
+        wanted = len(self.layers) if self.selector == "projection" else 0
+        if len(self.leads) != wanted:
+            raise ValueError(f"leads are {len(self.leads)}, and there should be {wanted}")
+        return self
 
     @model_validator(mode="after")
     def _some(self) -> Self:
@@ -57,28 +69,41 @@ class MoefiedSpec(CustomModule):
 
     @property
     def rule(self) -> str:
-        chooser = {"mlp": "a small network", "oracle": "an oracle", "fixed": "a fixed order"}[self.selector]
-        return f"the highest scores by {chooser}"
+        choosers: dict[SelectorKind, str] = {
+            "projection": "the neuron's gate or up projection",
+            "mlp": "a small network",
+            "oracle": "an oracle",
+            "fixed": "a fixed order",
+        }
+        return f"the highest scores by {choosers[self.selector]}"
 
     def keeping(self, keep: float) -> "MoefiedSpec":
         """This kind with another share of the experts per token. Raises `InvalidInputError` for an impossible one."""
         return self.from_config({**self.to_config(), "keep": keep})
 
+    def to_config(self) -> dict[str, object]:
+        return {name: value for name, value in super().to_config().items() if name != "leads" or value}
+
     def among(self, layers: int) -> tuple[int, ...]:
         return self.layers
+
+    def lead(self, layer: int) -> Lead | None:
+        """The projection that chooses the neurons of a layer."""
+        return dict(zip(self.layers, self.leads, strict=False)).get(layer)
 
     def tensors(self, hidden: int, intermediate: int) -> dict[str, Shape]:
         """The tensors that a layer gains, by name relative to its block."""
         selectors: dict[SelectorKind, dict[str, Shape]] = {
+            "projection": {PRICE: (intermediate,)},
             "mlp": {FIRST: (self.experts, hidden), SECOND: (self.experts, self.experts)},
             "fixed": {ORDER: (self.experts,)},
             "oracle": {},
         }
         return {CENTRE: (intermediate,), **selectors[self.selector]}
 
-    def selector_size(self, hidden: int) -> int:
-        """Number of parameters of one layer's selector, for hidden states of so many channels."""
-        return sum(math.prod(shape) for shape in self.tensors(hidden, 0).values())
+    def selector_size(self, hidden: int, intermediate: int) -> int:
+        """Number of parameters of one layer's selector, for hidden states of so many channels and so many neurons."""
+        return sum(math.prod(shape) for name, shape in self.tensors(hidden, intermediate).items() if name != CENTRE)
 
     def moved(self, dense: DenseArchitecture, shapes: Shapes) -> dict[str, str]:
         return with_networks_inside(dense, self.layers, shapes)
@@ -87,11 +112,23 @@ class MoefiedSpec(CustomModule):
         return {dense.ffn_prefix(layer) + name for layer in self.layers for name in self.tensors(1, 1)}
 
     def idle(self, dense: DenseArchitecture, shapes: Shapes) -> int:
-        paths = dense.linear_paths
-        ends = {f"{path}.{kind}" for path in paths.values() for kind in ("weight", "bias")} - {f"{paths['down']}.bias"}
-        names = (f"{dense.ffn_prefix(layer)}ffn.{end}" for layer in self.layers for end in sorted(ends))
-        neurons = numbers(shapes, (name for name in names if name in shapes))
-        return neurons // self.experts * (self.experts - self.at_work)
+        return sum(self._idle(dense, layer, shapes) for layer in self.layers)
+
+    def _idle(self, dense: DenseArchitecture, layer: int, shapes: Shapes) -> int:
+        """Those of one layer: what neurons have that are left out, but for the projection that chooses."""
+        lead, roles = self.lead(layer), dense.linear_paths.items()
+        prefix, kinds = f"{dense.ffn_prefix(layer)}ffn.", ("weight", "bias")
+        found = 0
+        for role, path in roles:
+            if dense.is_joined and role == "gate":
+                continue  # with `up`, in one tensor
+            names = [f"{prefix}{path}.{kind}" for kind in kinds if (role, kind) != ("down", "bias")]
+            own = numbers(shapes, (name for name in names if name in shapes))
+            if dense.is_joined and role == "up":
+                found += own if lead is None else own // 2
+            elif role != lead:
+                found += own
+        return found // self.experts * (self.experts - self.at_work)
 
 
 KIND = MoefiedSpec

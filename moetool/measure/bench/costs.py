@@ -21,7 +21,8 @@ from moetool.format.layout import LayerLayout
 from moetool.representations.base import Stored
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
-from moetool.runtime.modules.moefied import NeuronExperts
+from moetool.runtime.modules.led_neurons import LedNeurons
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedModule
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 from moetool.runtime.modules.simoe import InterpolatedLinear
@@ -230,8 +231,8 @@ def _nbytes(tensors: Iterable[Stored], dtype: torch.dtype) -> int:
 
 @of_module.register
 def _(module: NeuronExperts, chosen: int) -> Cost:
-    """The selector, and the share of the neurons that is kept; for an oracle all that leads to their activations, too.
-    With all of them kept, the network as it was."""
+    """The selector, and the share of the neurons that is kept; for an oracle all that leads to their activations, too;
+    for a projection that chooses, all of it. With all of them kept, the network as it was."""
     whole = of_module(module.ffn, chosen)
     if module.kept == module.num_experts:
         return whole
@@ -243,6 +244,9 @@ def _(module: NeuronExperts, chosen: int) -> Cost:
     scores = [first] if module.selector_kind == "oracle" else []
     if module.selector_kind == "mlp":
         scores.append(of_module(module.selector, chosen))
+    if isinstance(module, LedNeurons):
+        scores.append(first.times((1 - share) / (1 if module.other is None else 2)))
+        vectors += module.price.numel() * module.price.element_size()
     return total([Cost(nbytes=vectors), first.times(share), second.times(share), *scores])
 
 

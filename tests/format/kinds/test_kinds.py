@@ -33,22 +33,25 @@ ENTRIES: dict[str, dict[str, Any]] = {
     },
     "adapter_experts": {"experts": 4, "top_k": 2, "layers": [0, 2], "width": 8, "scale": 1.5, "dropout": 0.0},
     "interpolated": {"experts": 4, "router_width": 8, "sparsity": 0.5, "channels": {"model.layers.0.mlp.up_proj": 3}},
-    "neuron_experts": {"experts": 4, "keep": 0.5, "selector": "mlp", "layers": [0, 2]},
+    "neuron_experts": {
+        **{"experts": 4, "keep": 0.5, "selector": "projection", "layers": [0, 2], "leads": ["gate", "up"]},
+    },
 }
 NONSENSE: dict[str, dict[str, Any]] = {  # of every field that a kind may have, what is none of its values
     "mixture": {"top_k": 5, "intermediate": 0, "layers": [2, 0], "shared": "some", "of": 10**9, "hidden": -1,
                 "roles": ["left"], "biases": 7},
     "adapter_experts": {"top_k": 0, "layers": [-1], "width": "8", "scale": math.nan, "dropout": 1.0},
     "interpolated": {"router_width": 0, "sparsity": 1.5, "channels": 7},
-    "neuron_experts": {"keep": 0.01, "selector": "best", "layers": [1.5]},
+    "neuron_experts": {"keep": 0.01, "selector": "best", "layers": [1.5], "leads": ["down", "up"]},
 }  # fmt: skip
 
 
 def moefied(dense: DenseModel, selector: Any) -> Moefied:
     nothing = LayerPlan(torch.arange(dense.intermediate), torch.zeros(dense.intermediate))
-    zeros = {"first": (4, dense.hidden), "second": (4, 4), "ranking": (4,)}
+    zeros = {"first": (4, dense.hidden), "second": (4, 4), "ranking": (4,), "up_price": (dense.intermediate,)}
     plan = replace(nothing, **{name: torch.zeros(shape) for name, shape in zeros.items()})
-    spec = MoefiedSpec(experts=4, keep=0.5, selector=selector, layers=(0, 2))
+    led = {"experts": dense.intermediate, "leads": ("gate", "up")} if selector == "projection" else {"experts": 4}
+    spec = MoefiedSpec.from_config({"keep": 0.5, "selector": selector, "layers": (0, 2), **led})
     return Moefied(dense=dense, dtype=None, seed=0, spec=spec, layer_plan=lambda layer: plan)
 
 
@@ -62,7 +65,7 @@ MADE: dict[str, tuple[Callable[[DenseModel], Converted], ...]] = {
     "interpolated": (interpolated,),
     "neuron_experts": tuple(
         lambda dense, selector=selector: moefied(dense, selector)  # type: ignore[misc]
-        for selector in ("mlp", "oracle", "fixed")
+        for selector in ("projection", "mlp", "oracle", "fixed")
     ),
 }
 
@@ -93,6 +96,8 @@ def test_nonsense_is_refused_by_the_name_of_its_field(key: str) -> None:
         with pytest.raises(InvalidInputError, match=rf"^quantization_config: {key}[.:].*{field}.* is .*\.$"):
             kind.from_config({**ENTRIES[key], field: value})
         missing = {name: other for name, other in ENTRIES[key].items() if name != field}
+        if not kind.model_fields[field].is_required():
+            continue
         with pytest.raises(InvalidInputError, match=rf"{key}\.{field} is missing\.$"):
             kind.from_config(missing)
     with pytest.raises(InvalidInputError, match=rf"{key} is \[\], but should be a valid dictionary"):
@@ -119,6 +124,15 @@ def test_a_layer_that_the_model_does_not_have(key: str) -> None:
     if spec.among(2) != (0, 1):
         with pytest.raises(InvalidInputError, match=rf"{key}\.layers has \[2\], and the model has 2 layers"):
             spec.check(dense, 2, 32)
+
+
+def test_each_layer_has_a_lead_where_projections_choose() -> None:
+    entry = ENTRIES["neuron_experts"]
+    for selector, leads, message in (("projection", ["up"], "1, and there should be 2"), ("mlp", ["up"] * 2, "be 0")):
+        with pytest.raises(InvalidInputError, match=message):
+            kinds()["neuron_experts"].from_config({**entry, "selector": selector, "leads": leads})
+    older = {name: value for name, value in entry.items() if name != "leads"} | {"selector": "mlp"}
+    assert kinds()["neuron_experts"].from_config(older).to_config() == older
 
 
 def test_a_model_has_one_kind() -> None:

@@ -3,7 +3,7 @@
 import copy
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +17,15 @@ from moetool.architectures.dense import find_dense_architecture
 from moetool.compiled.compiler import problem
 from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
 from moetool.runtime.modules.insertion import is_placeholder
-from moetool.runtime.modules.moefied import NeuronExperts, insert
+from moetool.runtime.modules.led_neurons import LedNeurons
+from moetool.runtime.modules.moefied import insert
+from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 HIDDEN, EXPERTS, KEEP = 32, 8, 0.5
+GATED = ["llama", "llama-mlp-bias", "phi3", "gemma"]
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gpt_neox", "phi", "gpt_bigcode", "starcoder2", "falcon", "gemma"]
 
-SELECTORS = ("mlp", "oracle", "fixed")
+SELECTORS = ("mlp", "oracle", "fixed", "gate", "up")  # of which the last two are projections that choose
 
 
 def pairwise(*values: tuple[Any, ...]) -> list[Any]:
@@ -35,11 +38,20 @@ def pairwise(*values: tuple[Any, ...]) -> list[Any]:
     return sampled(product(FAMILIES, *values), [*product(("llama", "gpt_neox"), *values), *rows])
 
 
-def build(family: str = "llama", selector: SelectorKind = "mlp", dtype: torch.dtype = torch.float64) -> NeuronExperts:
-    """The experts of one layer of a tiny model, with a random selector, order and centre."""
+def specified(family: str, selector: str, intermediate: int) -> MoefiedSpec:
+    """Experts in layer 1, which a selector chooses; a network without a gate is led by up."""
+    if selector not in ("gate", "up"):
+        return MoefiedSpec(layers=(1,), experts=EXPERTS, keep=KEEP, selector=cast(SelectorKind, selector))
+    lead = "gate" if selector == "gate" and family in GATED else "up"
+    return MoefiedSpec(layers=(1,), experts=intermediate, keep=KEEP, selector="projection", leads=(lead,))
+
+
+def build(family: str = "llama", selector: str = "mlp", dtype: torch.dtype = torch.float64) -> NeuronExperts:
+    """The experts of one layer of a tiny model, with a random selector, order, price and centre."""
     model = build_dense(family)
     architecture = find_dense_architecture(model.config.to_dict())
-    insert(model, architecture, MoefiedSpec(layers=(1,), experts=EXPERTS, keep=KEEP, selector=selector))
+    down = model.get_submodule(architecture.weight_name(1, "down").removesuffix(".weight"))
+    insert(model, architecture, specified(family, selector, max(down.weight.shape)))
     experts: Any = model.get_submodule(architecture.ffn_prefix(1).removesuffix("."))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -48,6 +60,8 @@ def build(family: str = "llama", selector: SelectorKind = "mlp", dtype: torch.dt
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
         if selector == "fixed":
             experts.order.copy_(torch.randperm(EXPERTS, generator=draw))
+        if isinstance(experts, LedNeurons):
+            experts.price.copy_(torch.rand(experts.intermediate, generator=draw))
     return experts.to(dtype).eval()
 
 
@@ -95,6 +109,49 @@ def test_kernels_give_the_masked_sum(family: str, selector: str, tokens: int, mo
     found, expected = experts(rows.float()).double(), masked(exact, rows, chosen)
     assert (found - expected).norm() < 1e-5 * expected.norm()
     assert (experts._cached["neurons"][1] is None) == bool(problem())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lead", ["gate", "up"])
+@torch.no_grad()
+def test_kernels_read_the_neurons_that_a_projection_chose(
+    family: str, lead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, rows, read = build(family, lead), inputs(2), []
+    experts: Any = copy.deepcopy(exact).float()
+    expected = masked(exact, rows, experts.select(rows.float())).float()
+    method = experts._where_they_lie
+    monkeypatch.setattr(experts, "_where_they_lie", lambda *given: (read.append(1), method(*given))[1])
+    torch.testing.assert_close(experts(rows.float()), expected, rtol=1e-4, atol=1e-6)
+    assert len(read) == (not problem())
+    assert experts(inputs(40).float()).shape == (40, HIDDEN)
+    assert len(read) == (not problem())
+
+
+def test_a_projection_scores_each_neuron_by_its_square() -> None:
+    rows = inputs(5)
+    for lead, family in product(("gate", "up"), ("llama", "phi3", "gpt_neox")):
+        experts: Any = build(family, lead)
+        gate, up = (experts._projected(rows, role) if role in experts.names else None for role in ("gate", "up"))
+        value = F.silu(gate) if lead == "gate" and gate is not None else up if gate is not None else F.gelu(up)
+        torch.testing.assert_close(experts.scores(rows), value.square() * experts.price)
+
+
+def test_without_a_gate_a_projection_chooses_what_an_oracle_does() -> None:
+    experts, rows = build("gpt_neox", "up"), inputs(6)
+    experts.centre.zero_()
+    experts.price.fill_(1)
+    best = activations(experts, rows).square().topk(experts.kept).indices
+    assert experts.select(rows).sort().values.equal(best.sort().values)
+
+
+def test_a_projection_leads_single_neurons_that_it_has() -> None:
+    ffn, names = build("gpt_neox").ffn, {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+    width = max(ffn.dense_h_to_4h.weight.shape)
+    for message, experts, lead in (("not one for each", width // 2, "up"), ("gate should choose", width, "gate")):
+        spec = MoefiedSpec(experts=experts, keep=0.5, selector="projection", layers=(0,), leads=(lead,))
+        with pytest.raises(ValueError, match=message):
+            LedNeurons(ffn, cast(Any, names), F.gelu, HIDDEN, width, spec, None, cast(Any, lead))
 
 
 def test_each_path_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +220,7 @@ def test_the_selector_is_its_formula_and_ignores_lengths() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-mlp-bias", "phi3", "gpt_neox"])
-@pytest.mark.parametrize("selector", ["mlp", "fixed"])
+@pytest.mark.parametrize("selector", ["mlp", "fixed", "gate", "up"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_those_of_the_masked_sum(family: str, selector: str, tokens: int, recompute: bool) -> None:

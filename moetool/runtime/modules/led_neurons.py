@@ -1,0 +1,106 @@
+"""Neurons of a dense feed-forward network, each an expert of its own, that one of the network's projections chooses."""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moetool.architectures.shape import Role
+from moetool.format.kinds.moefied import Lead, MoefiedSpec
+from moetool.kernels import neurons
+from moetool.runtime.modules.networks import wide
+from moetool.runtime.modules.neuron_experts import NeuronExperts
+
+
+class LedNeurons(NeuronExperts):
+    """A feed-forward network of which every neuron is an expert, and one of its own projections chooses: the lead.
+
+    The lead is computed for all neurons, and says beforehand what `‖(a − r) W2[:, j]‖²` will be about: its value,
+    squared, times `price`. Without a gate, up alone makes the activation, so that the choice is exact.
+
+    Attributes:
+        lead: `gate` (activated) or `up`.
+        price: `[intermediate]`, the mean square of what the lead is multiplied by, times ‖W2[:, j]‖².
+    """
+
+    price: Tensor
+    kept_wide: ClassVar[tuple[str, ...]] = ("centre", "price")
+
+    def __init__(
+        self,
+        ffn: nn.Module,
+        names: Mapping[Role, str],
+        act_fn: Callable[[Tensor], Tensor],
+        hidden: int,
+        intermediate: int,
+        spec: MoefiedSpec,
+        expected: str | None,
+        lead: Lead,
+    ) -> None:
+        """As for `NeuronExperts`. Raises `ValueError` for experts of more than one neuron, and a lead that the network
+        does not have."""
+        super().__init__(ffn, names, act_fn, hidden, intermediate, spec, expected)
+        if self.size != 1:
+            raise ValueError(f"{self.num_experts} experts are not one for each of the {intermediate} neurons")
+        if lead not in names:
+            raise ValueError(f"{lead} should choose neurons, which the network lacks")
+        self.lead: Lead = lead
+        self.other: Lead | None = ("up" if lead == "gate" else "gate") if "gate" in names else None
+        down = self.linear("down").weight
+        self.register_buffer("price", torch.ones(intermediate, device=down.device, dtype=wide(down)))
+
+    @torch.no_grad()
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._scores(self._led(rows))
+
+    def _led(self, rows: Tensor) -> Tensor:
+        """The lead of all neurons, `[tokens, intermediate]`."""
+        value = self._projected(rows, self.lead)
+        return value if self.other == "gate" else self.act_fn(value)
+
+    def _scores(self, led: Tensor) -> Tensor:
+        return led.detach().to(self.price.dtype).square() * self.price
+
+    def _projected(self, rows: Tensor, role: Lead) -> Tensor:
+        if self.is_joined:
+            return F.linear(rows, *self._neurons(role))
+        projected: Tensor = self.linear(role)(rows)
+        return projected
+
+    def _activations(self, led: Tensor, other: Tensor | None) -> Tensor:
+        """`a`, from the lead and what it is multiplied by, before its activation."""
+        if other is None:
+            return led
+        return led * other if self.lead == "gate" else self.act_fn(other) * led
+
+    def _part(self, rows: Tensor, fetched: bool) -> Tensor:
+        led = self._led(rows)
+        chosen = self._scores(led).topk(self.kept, dim=-1).indices
+        if self.on_selection is not None:
+            self.on_selection(chosen)
+        # A kernel reads the chosen neurons of each token; all neurons are read once.
+        is_few = len(rows) * self.kept <= self.num_experts
+        if is_few and not fetched and not torch.is_grad_enabled() and self._has_kernels():
+            return self._where_they_lie(rows, led, chosen.sort(dim=-1).values)
+        other = None if self.other is None else self._projected(rows, self.other)
+        residual = self._activations(led, other) - self.subtracted
+        left_out = torch.ones_like(residual, dtype=torch.bool).scatter_(1, chosen, False)
+        return F.linear(residual.masked_fill(left_out, 0), self.linear("down").weight).to(wide(rows))
+
+    def _has_kernels(self) -> bool:
+        down = self.linear("down").weight
+        if down.is_inference() and not down.t().is_contiguous():
+            return False  # it cannot be laid by neuron
+        return neurons.takes(self._by_neuron()) and (self.other is None or neurons.takes(self._neurons(self.other)[0]))
+
+    def _where_they_lie(self, rows: Tensor, led: Tensor, chosen: Tensor) -> Tensor:
+        """The neurons of each token, `[tokens, k]` in ascending order, read where they lie in memory."""
+        other = None
+        if self.other is not None:
+            weight, bias = self._neurons(self.other)
+            other = neurons.chosen_dots(weight, chosen, rows)
+            other = other if bias is None else other + bias[chosen]
+        activations = self._activations(led.gather(1, chosen).float(), other)
+        return neurons.chosen_sum(self._by_neuron(), chosen, activations - self.centre.float()[chosen])
