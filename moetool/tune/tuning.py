@@ -81,7 +81,7 @@ def train(
             trainer = MoETrainer(
                 model=model,
                 args=arguments,
-                train_dataset=rows,
+                train_dataset=[*rows, []],  # the last for the end of an epoch, see `SeededOrder`
                 eval_dataset=[[example] for example in held_out] if held_out else None,
                 data_collator=collate,
                 callbacks=[Reporter(job)],
