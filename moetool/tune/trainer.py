@@ -250,6 +250,7 @@ class Reporter(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._job.progress.advance()
         if self._job.ranks.is_stopping(self._job.interrupt.requested):
+            self._job.interrupt.requested = True  # maybe another process was asked
             control.should_save = True
             control.should_training_stop = True
 

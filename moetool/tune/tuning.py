@@ -72,6 +72,7 @@ def train(
     if options.gradient_checkpointing:
         recompute_activations(model)
     constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
+    job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come
     with quiet():
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
