@@ -86,6 +86,9 @@ def test_one_is_asked_to_stop(crash: Any, dense: Any, data: Path, tmp_path: Path
     assert stopped["codes"] == [75, 75], stopped["said"]
     assert stopped["said"][0].count("--resume") == 1
     assert "--resume" not in stopped["said"][1]
+    alone = crash(tmp_path / "out", (*job, "--resume"))
+    assert alone["code"] == 2, "its steps would be of fewer rows"
+    assert "begun by 2 processes" in alone["stderr"]
     assert crash(tmp_path / "out", (*job, "--resume"), ranks=2)["codes"] == [0, 0]
     assert crash(tmp_path / "whole", job, ranks=2)["codes"] == [0, 0]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
