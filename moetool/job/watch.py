@@ -73,13 +73,12 @@ class Watch:
     def loss(self) -> InterruptedRunError:
         """The error to end with when another process is gone, and has not said why."""
         self._is_lost = True
-        return InterruptedRunError(
-            f"A process of this job's {self._size} is gone. Go on with --resume, with as many processes as there are."
-        )
+        return InterruptedRunError(f"A process of this job's {self._size} is gone. Go on with --resume.")
 
     def disconnected(self) -> BaseException:
         """What to end with after a connection to another process broke: what that has said before it went, or its
         loss."""
+        _ignore_launcher()
         time.sleep(2 * WATCH_SECONDS)
         return self._elsewhere or self.loss()
 
@@ -90,6 +89,7 @@ class Watch:
             Whether all have heard of it.
         """
         self.has_left.set()
+        _ignore_launcher()
         shown = explained(error) if isinstance(error, Exception) else None
         message = f"{type(error).__name__}: {error}" if shown is None else str(shown)
         has_all = False
@@ -102,11 +102,14 @@ class Watch:
                 time.sleep(0.05)
             if self._rank == 0:
                 time.sleep(0.2)  # the store goes with it, and the others are to see in it that all have left
-        # What it ends with is settled: a launcher that sees another one end asks the rest to stop.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return has_all
 
     def leave(self) -> None:
         """Watch no longer: the job is done."""
         self.has_left.set()
         signal.signal(ALERT, self._previous)
+
+
+def _ignore_launcher() -> None:
+    """A launcher that sees another process end asks the rest to stop: this one does, and has a word to say."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

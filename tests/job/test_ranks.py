@@ -54,7 +54,7 @@ if os.environ["RANK"] == "0":
 # A Trainer's: the second fails before the Trainer connects them, or while the first waits for it there, or where that
 # cannot come back.
 TRAINED = """
-import ctypes, json, os, sys
+import ctypes, json, os, signal, sys
 import torch.distributed as dist
 from moetool.errors import InvalidInputError, MoetoolError
 from moetool.job import watch
@@ -69,13 +69,18 @@ try:
         found["size"] = ranks.size
         found["threads"] = ranks.broadcast(3 + ranks.rank)
         found["stops"] = [ranks.is_stopping(False), ranks.is_stopping(ranks.rank == 1)]
-        if sys.argv[2] == "late":
+        if sys.argv[2] in ("late", "gone"):
             dist.init_process_group("gloo")
+        if sys.argv[2] == "gone":
+            if not ranks.is_first:
+                os._exit(9)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+            watch.time.sleep = lambda _: os.kill(os.getpid(), signal.SIGTERM)
         if not ranks.is_first:
             raise InvalidInputError("it is bad")
         if sys.argv[2] == "stuck":
             ctypes.CDLL(None).sleep(1000)
-        dist.barrier() if sys.argv[2] == "late" else ranks.barrier()
+        ranks.barrier() if sys.argv[2] == "early" else dist.barrier()
 except MoetoolError as error:
     found["error"] = [type(error).__name__, str(error)]
 except SystemExit as error:
@@ -158,3 +163,11 @@ def test_a_process_that_does_not_come_back_is_ended(tmp_path: Path) -> None:
     done = _run(TRAINED, tmp_path / "stuck", "stuck")
     assert done.returncode == 3, done.stderr
     assert "error: Process 2 of 2: it is bad" in done.stderr
+
+
+def test_who_is_left_has_the_last_word_though_a_launcher_asks_it_to_stop(tmp_path: Path) -> None:
+    done = _run(TRAINED, tmp_path / "gone", "gone")
+    assert done.returncode == 0, done.stderr
+    kind, message = json.loads((tmp_path / "gone.0").read_text())["error"]
+    assert kind == "InterruptedRunError"
+    assert "A process of this job's 2 is gone. Go on with --resume" in message
