@@ -7,6 +7,7 @@ An error message says what was wrong, with the numbers, and what to do about it.
 import difflib
 import errno
 import os
+import signal
 from collections.abc import Iterable
 
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
@@ -90,3 +91,13 @@ def explained(error: Exception) -> MoetoolError | None:
     if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
         return InvalidInputError(f"Cannot use {error.filename}: {os.strerror(error.errno)}.")
     return error if isinstance(error, MoetoolError) else None
+
+
+def exit_code(error: BaseException) -> int:
+    """What a process ends with after an error, as the command line and Python have it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    problem = explained(error) if isinstance(error, Exception) else None
+    return 1 if problem is None else problem.exit_code

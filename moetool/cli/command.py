@@ -16,6 +16,7 @@ from moetool.cli.examples import EXAMPLES, MAIN, of_form
 from moetool.cli.foreign import ours, sizing
 from moetool.cli.names import commands
 from moetool.errors import did_you_mean
+from moetool.job.processes import is_first_process
 
 _MAIN, _UNGROUPED = "Main options", "Options"
 _HELP_ALL = "--help-all"
@@ -86,6 +87,8 @@ class HintingCommand(TyperCommand):
             return super().parse_args(ctx, ["--help" if word == _HELP_ALL else word for word in args])
         # By what they carry, not by class: some versions of typer have click's errors, others have their own.
         except Exception as raised:
+            if not is_first_process():  # which was given the same words, and says so
+                raise typer.Exit(getattr(raised, "exit_code", 1)) from raised
             error: Any = raised
             if hasattr(error, "option_name") and hasattr(error, "possibilities"):
                 option, there = error.option_name, self.elsewhere.get(error.option_name)

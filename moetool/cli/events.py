@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from moetool.errors import UsageError, explained
+from moetool.errors import UsageError, exit_code
 from moetool.job.result import Json, Printed
 from moetool.version import __version__
 
@@ -68,15 +67,5 @@ def logged(events: EventLog | None) -> Iterator[Callable[[Printed], None]]:
         yield ended
     except BaseException as error:
         if events is not None:
-            events.write("failed", exit_code=_exit_code(error), error=str(error) or type(error).__name__)
+            events.write("failed", exit_code=exit_code(error), error=str(error) or type(error).__name__)
         raise
-
-
-def _exit_code(error: BaseException) -> int:
-    """What the process will end with, as `guarded` and Python have it."""
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    problem = explained(error) if isinstance(error, Exception) else None
-    return 1 if problem is None else problem.exit_code

@@ -177,7 +177,7 @@ def run_stage(
     return_freed_memory()
     keep_few_programs()
     with joined(has_trainer=kind.has_trainer) as ranks, quiet():
-        if ranks.is_first or kind.has_trainer:
+        if ranks.is_first:
             return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input, named)
         return _follow(kind, source, output, options, ranks)
 
@@ -195,7 +195,7 @@ def _lead(
     same_input: bool,
     named: str | None,
 ) -> Result:
-    """What the first process does, or the only one, or each of those that a Trainer brings together."""
+    """What the first process does, or the only one."""
     began = time.monotonic()
     opened = kind.opened(Checkpoint.open(source))
     check_records(opened)
@@ -213,37 +213,31 @@ def _lead(
     made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
     if resume and not overwrite and is_finished(directory):
-        if ranks.is_first:
-            check_finished(directory, made_by, opened.checkpoint)
-            inputs.check(inputs_read(directory))
+        check_finished(directory, made_by, opened.checkpoint)
+        inputs.check(inputs_read(directory))
         ranks.broadcast(None)
         sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
-    if ranks.is_first and (large := _too_large(stage, plan)) is not None:
+    if (large := _too_large(stage, plan)) is not None:
         progress.log(large)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
     needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
     if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
         # No earlier result is thrown away for a text that cannot be used.
         calibration_windows(opened, stage.options, blank_text)
-    workspace = (
-        Workspace(
-            directory,
-            made_by,
-            resume=resume,
-            overwrite=overwrite,
-            progress=meter,
-            inputs=inputs,
-            conditions=Conditions.now(plan).to_json(),
-        )
-        if ranks.is_first
-        else Books(directory)
+    workspace = Workspace(
+        directory,
+        made_by,
+        resume=resume,
+        overwrite=overwrite,
+        progress=meter,
+        inputs=inputs,
+        conditions=Conditions.now(plan).to_json(),
     )
     try:
         threads = _threads(workspace)
         ranks.broadcast(threads)
-        if ranks.is_first:
-            meter.keep(resumed=workspace.is_resumed)
+        meter.keep(resumed=workspace.is_resumed)
         with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks, named)
             meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
@@ -253,13 +247,14 @@ def _lead(
                 workspace.begin_with(measured)
             details = stage.run(job)
             result = replace(_result(kind, source, directory, began, details), loaded=job.loaded)
-            if ranks.is_first:
-                result = replace(result, sizes=_verified(stage, directory))
-                write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
+            result = replace(result, sizes=_verified(stage, directory))
+            write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
             workspace.close()
     except BaseException as error:
-        ranks.fail(error)
-        workspace.abandon()
+        try:
+            ranks.fail(error)  # others stop before the lock goes
+        finally:
+            workspace.abandon()
         raise
     spent = meter.this_run
     return replace(
@@ -342,7 +337,7 @@ def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, option
     directory, details = output_directory(output), Details()
     if threads is not None:
         stage = kind(kind.opened(Checkpoint.open(source)), options)
-        workspace = RankBooks(directory, ranks)
+        workspace = Books(directory) if kind.has_trainer else RankBooks(directory, ranks)
         with _storage_explained(directory), listening() as interrupt, with_threads(threads):
             job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
             details = stage.run(job)

@@ -36,7 +36,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         source_type: what it works on: an MoE model, unless it says otherwise.
         writes_model: whether its output is a model.
         is_parallel: whether several processes, as `torchrun` or `accelerate launch` start them, share the work.
-        has_trainer: whether they do so by transformers' Trainer, which brings them together itself.
+        has_trainer: whether they do so by transformers' Trainer, which connects them itself.
         method_of: the command that offers it as one of its methods, if it is not a command of its own.
         bfloat16_option: what a user types to have it compute in bfloat16.
         continues: whether its input is always the output of another stage, so that without a manifest nobody knows what

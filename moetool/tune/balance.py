@@ -35,20 +35,21 @@ def balance_loss(
     experts = probabilities.shape[-1]
     taken = probabilities.topk(top_k, dim=-1).indices if chosen is None else chosen[real]
     counts = over_processes(F.one_hot(taken, experts).sum((0, 1)).float())
-    tokens, world = over_processes(_size_and_one(probabilities))
+    tokens, world = _tokens_and_processes(probabilities, over_processes)
     return experts * (counts / (taken.shape[-1] * tokens) * probabilities.sum(0) * (world / tokens)).sum()
 
 
 def z_loss(logits: Tensor, real: Tensor, over_processes: Sum = _alone) -> Tensor:
     """Mean squared log-sum-exp of the logits `[tokens, experts]` of real tokens (ST-MoE, arXiv:2202.08906, Eq. 5)."""
     squares = logits[real].float().logsumexp(-1).square()
-    tokens, world = over_processes(_size_and_one(squares))
+    tokens, world = _tokens_and_processes(squares, over_processes)
     return squares.sum() * (world / tokens)
 
 
-def _size_and_one(rows: Tensor) -> Tensor:
-    """What sums to the number of tokens and of processes."""
-    return torch.tensor([max(1, len(rows)), 1], dtype=torch.float32, device=rows.device)
+def _tokens_and_processes(rows: Tensor, over_processes: Sum) -> tuple[Tensor, Tensor]:
+    """How many rows all processes have, at least 1, and how many processes there are."""
+    tokens, world = over_processes(torch.tensor([len(rows), 1], dtype=torch.float32, device=rows.device))
+    return tokens.clamp_min(1), world
 
 
 def balance_of(routers: Routers, top_k: int, real: Tensor, over_processes: Sum = _alone) -> Tensor:

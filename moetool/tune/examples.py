@@ -211,13 +211,13 @@ def pack(examples: Sequence[Example], length: int) -> list[list[Example]]:
 
 
 def collate(rows: Sequence[Sequence[Example]]) -> dict[str, Tensor]:
-    """A batch from rows of one or more examples.
+    """A batch from rows of any number of examples.
 
     Positions begin anew with every example, from which transformers sees where one ends: no token attends to another
     example, and none has to predict another's first token. `real` marks tokens that are not padding, `prompt_ends` the
     last token of every example before the first that is learnt (of padding, its first).
     """
-    width = max(sum(len(example.ids) for example in row) for row in rows)
+    width = max(1, *(sum(len(example.ids) for example in row) for row in rows))
     batch = {
         "input_ids": torch.zeros((len(rows), width), dtype=torch.long),
         "labels": torch.full((len(rows), width), IGNORED),

@@ -29,7 +29,7 @@ from moetool.job.blueprint import layer_of, open_for_planning
 from moetool.job.job import DenseSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.processes import sharding
+from moetool.job.processes import processes, sharding
 from moetool.job.result import Details, Sizes
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Effect, Stage, found_here
@@ -200,9 +200,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             model = load_model(self.source.checkpoint, torch.float32)
         trained = self._prepare(job, model, examples.items)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
-            job.finish("data", told={"examples": examples.digest()})
-        elif job.ranks.is_first and job.workspace.told("data")["examples"] != examples.digest():
-            raise UsageError("The data has changed since this run began. Start again with --overwrite.")
+            job.finish("data", told={"examples": examples.digest(), "processes": processes()})
+        elif job.ranks.is_first:
+            _check_begun(job.workspace.told("data"), examples)
         held, teacher = held_out.items if held_out else None, None
         if self._teacher is not None:
             share = self.options.teacher_share or TEACHER_SHARE
@@ -343,3 +343,15 @@ class Tune(Stage[TuneOptions, AnySource]):
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.source}, the first {lost[0]}.")
         return Sizes(source.weight_bytes, made.weight_bytes)
+
+
+def _check_begun(noted: Mapping[str, object], examples: "Examples") -> None:
+    """Raise `UsageError` unless a training that is gone on with was begun on these examples, in steps of as many
+    rows."""
+    if noted["examples"] != examples.digest():
+        raise UsageError("The data has changed since this run began. Start again with --overwrite.")
+    if (begun := noted.get("processes", processes())) != processes():
+        raise UsageError(
+            f"This run was begun by {begun} processes, each with --batch-size rows of a step; now there are "
+            f"{processes()}. Go on with {begun}, or start again with --overwrite."
+        )

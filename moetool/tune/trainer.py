@@ -92,7 +92,7 @@ class MoETrainer(Trainer):
         answers = (targets != IGNORED).sum()
         if self.teacher is not None:
             apart = self.teacher.divergence(given, outputs.logits, labels[:, 1:] != IGNORED)
-            self._tell("teacher_kl", apart.detach() / answers.clamp_min(1))
+            self._tell("teacher_kl", apart * self.accelerator.num_processes / self._summed(answers).clamp_min(1))
             summed = (1 - self.teacher.share) * summed + self.teacher.share * apart
         if num_items_in_batch is None:
             loss = summed / answers.clamp_min(1)
@@ -118,7 +118,9 @@ class MoETrainer(Trainer):
         return inputs, inputs.pop("labels"), inputs.pop("real")
 
     def _get_train_sampler(self, train_dataset: Sized | None = None) -> Sampler[int]:
-        return SeededOrder(len(train_dataset if train_dataset is not None else self.train_dataset), self.args.seed)
+        rows = len(train_dataset if train_dataset is not None else self.train_dataset) - 1
+        together = self.args.per_device_train_batch_size * self.args.world_size
+        return SeededOrder(rows, self.args.seed, -rows % together if self.args.world_size > 1 else 0)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """A checkpoint of the training: what is trained, under the names that it has in memory.
@@ -204,7 +206,8 @@ class MoETrainer(Trainer):
         return self.accelerator.reduce(tensor, "sum")
 
     def _tell(self, name: str, value: Tensor) -> None:
-        self._told.setdefault(name, []).append(value.item())
+        """Keep a value for the log: the mean over processes."""
+        self._told.setdefault(name, []).append(self.accelerator.reduce(value.detach(), "mean").item())
 
     def log(self, logs: dict[str, float], *arguments: object, **options: object) -> None:
         """Log a step with the means of its router losses since the last time anything was logged."""
@@ -216,20 +219,25 @@ class MoETrainer(Trainer):
 
 
 class SeededOrder(Sampler[int]):
-    """Every index once, in an order that follows from seed and epoch alone, however many processes share the work."""
+    """Every index once, in an order that follows from seed and epoch alone, however many processes share the work.
 
-    def __init__(self, count: int, seed: int) -> None:
-        self._count, self._seed, self._epoch = count, seed, 0
+    Several processes take equal numbers of batches of equal size. What is missing at the end of an epoch is filled up
+    with the index after the last, which is that of a row without tokens: accelerate would take rows a second time.
+    """
+
+    def __init__(self, count: int, seed: int, missing: int = 0) -> None:
+        self._count, self._seed, self._missing, self._epoch = count, seed, missing, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the order of examples is drawn from; the Trainer calls it before each."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self._count, generator=generator(self._seed, "order", self._epoch)).tolist())
+        order = torch.randperm(self._count, generator=generator(self._seed, "order", self._epoch)).tolist()
+        return iter(order + [self._count] * self._missing)
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + self._missing
 
 
 class Reporter(TrainerCallback):
@@ -242,6 +250,7 @@ class Reporter(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._job.progress.advance()
         if self._job.ranks.is_stopping(self._job.interrupt.requested):
+            self._job.interrupt.requested = True  # maybe another process was asked
             control.should_save = True
             control.should_training_stop = True
 

@@ -72,6 +72,7 @@ def train(
     if options.gradient_checkpointing:
         recompute_activations(model)
     constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
+    job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come
     with quiet():
         arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
@@ -81,7 +82,7 @@ def train(
             trainer = MoETrainer(
                 model=model,
                 args=arguments,
-                train_dataset=rows,
+                train_dataset=[*rows, []],  # the last for the end of an epoch, see `SeededOrder`
                 eval_dataset=[[example] for example in held_out] if held_out else None,
                 data_collator=collate,
                 callbacks=[Reporter(job)],

@@ -6,7 +6,7 @@ renaming, deleting), so that a series of jobs covers every state in which a cras
 a path, every process gets it that begins to write there. A job without `at` runs undisturbed, one with `"ranks": N` in
 so many processes, of which `"rank"` is the one that gets the signal, and with the `"environment"` of a launcher.
 stdout: one line for each, with its exit `code` (negative for a signal, as `subprocess` has it) and `codes` of all
-processes, the number of `changes`, and what it wrote to `stdout` and `stderr`.
+processes, the number of `changes`, what it wrote to `stdout` and `stderr`, and what each process `said` on stderr.
 """
 
 import contextlib
@@ -119,6 +119,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, told = job.get("ranks", 1), {}
+    said: list[str] = []
     where = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -136,9 +137,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 file.seek(0)
             stdout, stderr, report, modules = (file.read().decode() for file in own)
             import_all(modules.split())
+            said.append(stderr)
             if rank == job.get("rank", 0):
                 told = {"code": codes[rank], "changes": int(report or 0), "stdout": stdout, "stderr": stderr}
-    return {**told, "codes": codes}
+    return {**told, "codes": codes, "said": said}
 
 
 if __name__ == "__main__":

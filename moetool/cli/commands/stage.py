@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -95,14 +96,19 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         **typed: object,
     ) -> None:
         from moetool.job.estimate import estimate
+        from moetool.job.ranks import telling
 
-        if same_input and not resume:
-            raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
+        if dry_run and not is_first_process():
+            return
         if methods:
             typed.pop(choice)
         planned, plan_stage, run_stage = _jobs(typed.pop("repair") if repairs else None)
-        given = preset_options(preset, name, own if methods else None)
-        options = build_options(stage.options_type, typed, given)
+        with nullcontext() if dry_run else telling(has_trainer=stage.has_trainer):
+            if same_input and not resume:
+                raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
+            given = preset_options(preset, name, own if methods else None)
+            options = build_options(stage.options_type, typed, given)
+            events = None if log_json is None or dry_run or not is_first_process() else EventLog(log_json, output)
         if dry_run:
             plan, in_bf16 = planned(stage, input, output, options, resume=resume, overwrite=overwrite)
             told = estimate(plan, options, output)
@@ -119,10 +125,10 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
         if not is_first_process():
             run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, same_input=same_input)
             return
-        events = None if log_json is None else EventLog(log_json, output)
         with logged(events) as ended:
             if events is not None:
-                plan = plan_stage(stage, input, options)
+                with telling(has_trainer=stage.has_trainer):
+                    plan = plan_stage(stage, input, options)
                 job: dict[str, Json] = {"command": name, "stage": own, "input": input, "output": str(output)}
                 started(events, {**job, "resume": resume}, options.model_dump(mode="json"), plan=plan.to_json())
             progress = Display(events)
