@@ -13,8 +13,10 @@ from safetensors import SafetensorError
 
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.header import reading
+from moetool.checkpoint.names import CONFIG, WORK_DIRECTORY
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError, in_one_line
+from moetool.format.gguf.words import IMATRIX, MODEL
 from moetool.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
@@ -112,3 +114,15 @@ def _digest(file: Path) -> str:
 def is_gguf(path: Path) -> bool:
     """Whether a path names a GGUF file, by its suffix."""
     return path.suffix.lower() == ".gguf"
+
+
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file with the model that a path names: the file itself, or that of a directory without `config.json`,
+    which is the one that `export` has written there, or the only one. `None` if there is no such file."""
+    if path.is_file():
+        return path if is_gguf(path) else None
+    if not path.is_dir() or (path / CONFIG).exists() or (path / WORK_DIRECTORY).exists():
+        return None
+    files = [file for file in path.iterdir() if is_gguf(file) and file.name != IMATRIX and file.is_file()]
+    exported = path / MODEL
+    return exported if exported in files else files[0] if len(files) == 1 else None

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.names import MANIFEST
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sealed import write_sealed
+from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
@@ -168,6 +171,14 @@ def write_manifest(directory: Path, manifest: Manifest) -> Path:
 def manifest_of(directory: Path) -> Manifest | None:
     """That of a checkpoint's directory, if moetool wrote it. Raises as `read_manifest`."""
     return read_manifest(directory) if (directory / MANIFEST).exists() else None
+
+
+def noted_in(checkpoint: Checkpoint) -> Path:
+    """The directory with a checkpoint's manifest: that of the export for a GGUF file that moetool wrote, else its own.
+    Raises as `read_manifest`."""
+    file = gguf_in(local_path(checkpoint.source))
+    manifest = None if file is None else manifest_of(file.parent)
+    return checkpoint.path if file is None or manifest is None or file.name not in manifest.files else file.parent
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -23,8 +23,9 @@ def without_config(path: Path) -> str:
         return _adapter_alone(path)
     if (path / WORK_DIRECTORY).exists():
         return f"{path} holds an unfinished run. Finish it: repeat its command with --resume."
-    if largest := max(path.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None):
-        return f"{path} has no {CONFIG}, but {largest.name}: give that file, {largest}."
+    if files := sorted(path.glob("*.gguf")):  # were there one, it would have been read
+        named = ", ".join(file.name for file in files)
+        return f"{path} has no {CONFIG}, but {len(files)} GGUF files ({named}): give one of them, such as {files[0]}."
     if is_base(path):
         return (
             f"{path} is no model, but the base that fisher-merge made of a model's experts: `moetool decompose MODEL "

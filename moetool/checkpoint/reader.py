@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moetool.architectures import aliases, beginnings
 from moetool.architectures.base import Settings
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.header import TensorInfo, read_numbers
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.missing import with_adapter, without_config
@@ -102,8 +103,7 @@ class Checkpoint:
     @property
     def gguf_bytes(self) -> int | None:
         """Bytes of the GGUF file that it was read from; `None` of any other checkpoint."""
-        file = local_path(self.source)
-        return file.stat().st_size if file.is_file() else None
+        return None if (file := gguf_in(local_path(self.source))) is None else file.stat().st_size
 
     @property
     def given_bytes(self) -> int:

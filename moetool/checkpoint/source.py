@@ -3,8 +3,9 @@
 import errno
 from pathlib import Path
 
-from moetool.checkpoint.gguf import converted, is_gguf
+from moetool.checkpoint.gguf import converted, gguf_in, is_gguf
 from moetool.errors import InvalidInputError, ResourceError
+from moetool.format.gguf.words import MODEL
 
 # No pickles, no code and no weights in other formats ever leave the hub on our account.
 DOWNLOADED = [
@@ -29,7 +30,8 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
     """The local directory of a checkpoint, downloaded first if `source` is a hub id.
 
     Args:
-        source: a directory, a GGUF file, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`. What exists locally wins.
+        source: a directory, a GGUF file or the directory of one, or a hub id such as `mistralai/Mixtral-8x7B-v0.1`.
+            What exists locally wins.
         weights: whether anything but `config.json` has to be downloaded.
 
     Raises:
@@ -37,11 +39,11 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
         ResourceError: the disk is full.
     """
     path = local_path(source)
+    if (file := gguf_in(path)) is not None:
+        return converted(file, weights=weights)
     if path.is_dir():
         return path
     if path.exists():
-        if is_gguf(path):
-            return converted(path, weights=weights)
         raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint, or a .gguf file.")
     if is_gguf(path):
         raise InvalidInputError(f"No such file: {source}. Files on the hub have to be downloaded first (hf download).")
@@ -72,6 +74,15 @@ def local_path(name: str | Path) -> Path:
         reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
         raise InvalidInputError(f"{shown} cannot be a path: {reason.rstrip('.')}.") from error
     return path
+
+
+def model_name(source: str) -> str:
+    """What a model is called in titles and in names of what is made of it: the last part of its path or hub id, without
+    the suffix of a GGUF file; its directory's if it has the name that `export` gives to all such files."""
+    path = Path(source)
+    if path.name == MODEL:
+        path = path.absolute().parent
+    return (path.resolve() if path.name in ("", "..") else path).name.removesuffix(".gguf")
 
 
 def is_here(name: str) -> bool:

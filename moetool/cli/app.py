@@ -65,7 +65,7 @@ def front(name: str, arguments: Sequence[str]) -> HintingCommand:
     summary = summary_of(name, words, own, table()["summaries"][own]) if own else None
     command = command_of(name, lambda **_: None, parameters, FrontCommand, form=own, summary=summary)
     assert isinstance(command, FrontCommand)
-    command.words, command.elsewhere = words, _elsewhere(name)
+    command.words, command.elsewhere, command.others = words, _elsewhere(name), _others(name)
     return command
 
 
@@ -104,6 +104,18 @@ def _elsewhere(command: str) -> dict[str, str]:
             record = table()["parameters"][index]
             places.setdefault("--" + record["name"].replace("_", "-"), []).append(form)
     return {option: f"--{CHOICES[command][0]} {' or '.join(forms)}" for option, forms in places.items()}
+
+
+def _others(command: str) -> dict[str, list[str]]:
+    """By option, the other commands that have it."""
+    found: dict[str, list[str]] = {}
+    for other, forms in table()["forms"].items():
+        for index in dict.fromkeys(index for indices in forms.values() for index in indices):
+            record = table()["parameters"][index]
+            named = found.setdefault("--" + record["name"].replace("_", "-"), [])
+            if other not in (command, *named) and not record.get("argument"):
+                named.append(other)
+    return found
 
 
 def offered(names: Callable[[], Iterable[str]]) -> Offer:

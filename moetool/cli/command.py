@@ -13,7 +13,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from moetool.cli.choosing import CHOICES
 from moetool.cli.examples import EXAMPLES, MAIN, of_form
-from moetool.cli.foreign import ours, sizing
+from moetool.cli.foreign import belongs_to, ours, sizing
 from moetool.cli.names import commands
 from moetool.errors import did_you_mean
 from moetool.job.processes import is_first_process
@@ -34,12 +34,14 @@ class HintingCommand(TyperCommand):
     Attributes:
         form: the value of `--method` or `--format` that was typed or is the default; empty if there is no such option.
         elsewhere: what to type for options that only other forms of the command have, by option.
+        others: names of the other commands that have an option, by option.
         parameters: arguments and options, in order.
         shows_all: whether `--help` shows the options that many commands share.
     """
 
     form: str = ""
     elsewhere: Mapping[str, str] = MappingProxyType({})
+    others: Mapping[str, Sequence[str]] = MappingProxyType({})
     parameters: tuple[inspect.Parameter, ...] = ()
     shows_all: bool = False
     _left: dict[str, int]
@@ -98,6 +100,7 @@ class HintingCommand(TyperCommand):
                 if there:
                     hint += f" {option if hint else 'It'} exists with {there}."
                 hint = hint or ours(self.name or "", option, known, arguments) or did_you_mean(option, known)
+                hint = hint or belongs_to(self.others.get(option, ()))
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
                 error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))

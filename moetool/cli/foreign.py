@@ -1,9 +1,10 @@
-"""Options and commands as other tools name them, and what moetool calls the same."""
+"""Options and commands as other tools name them, or other commands of moetool, and what is meant by them here."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-# By the other's name without dashes, ours in order of preference: the first that a command has is meant.
+# By the other's name without dashes, ours in order of preference: the first that a command has is meant. Some are names
+# that the option has in another command.
 _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "bytes": ("--size",),
@@ -28,10 +29,13 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dataset-name": ("--calibration", "--data"),
         "train-file": ("--data",),
         "text": ("--calibration", "--data"),
+        "held-out": ("--data", "--text"),
         "calib": ("--calibration",),
         "calibration-dataset": ("--calibration",),
-        "data": ("--calibration",),
-        "calibration": ("--data",),
+        "data": ("--calibration", "--text"),
+        "calibration": ("--data", "--text"),
+        "samples": ("--windows",),
+        "windows": ("--samples",),
         "nsamples": ("--samples", "--windows"),
         "num-samples": ("--samples", "--windows"),
         "num-calibration-samples": ("--samples",),
@@ -40,6 +44,11 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "seq-len": ("--sequence-length",),
         "max-seq-length": ("--sequence-length",),
         "max-length": ("--sequence-length", "--max-new-tokens", "--max-tokens"),
+        "sequence-length": ("--lengths",),
+        "lengths": ("--sequence-length",),
+        "batch": ("--batch-size", "--batch-tokens"),
+        "batch-size": ("--batch", "--batch-tokens"),
+        "batch-tokens": ("--batch-size", "--batch"),
         "context": ("--sequence-length",),
         "ctx-size": ("--sequence-length", "--context"),
         "iters": ("--refine", "--steps"),
@@ -60,8 +69,13 @@ _OURS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "recipe": ("--preset",),
         "prompt": ("PROMPT",),
         "n-predict": ("--max-new-tokens", "--max-tokens"),
-        "max-tokens": ("--max-new-tokens",),
-        "max-new-tokens": ("--max-tokens",),
+        "max-tokens": ("--max-new-tokens", "--new-tokens"),
+        "max-new-tokens": ("--max-tokens", "--new-tokens"),
+        "new-tokens": ("--max-new-tokens", "--max-tokens"),
+        "original": ("--against", "--to"),
+        "against": ("--to",),
+        "teacher": ("--to",),
+        "to": ("--against", "--teacher"),
         "n-ctx": ("--context",),
         "max-model-len": ("--context",),
         "system-prompt": ("--system",),
@@ -113,12 +127,14 @@ _SIZING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sparsify-delta": ("--drop",),
     }
 )
+_NAMED = 3  # commands with an option that a message names
 _INPUT = ("model", "model-name-or-path", "input", "base-model", "model-id", "pretrained")
 _OUTPUT = ("output", "output-dir", "out", "save-path", "outfile", "save-dir")
 
 
 def ours(command: str, option: str, known: Collection[str], arguments: Collection[str]) -> str:
-    """A sentence on what an option of another tool is here, to end a message with; nothing if no such is known.
+    """A sentence on what an option of another tool or command is here, to end a message with; nothing if no such is
+    known.
 
     Args:
         command: its name.
@@ -144,6 +160,12 @@ def sizing(command: str, option: str, known: Collection[str]) -> str:
         return ""
     found = next((own for own in _SIZING.get(command, ()) if own in known), None)
     return f" Here {found} sets the size." if found else ""
+
+
+def belongs_to(commands: Sequence[str]) -> str:
+    """A sentence on which commands have an option, to end a message with; nothing if none has."""
+    named = ", ".join(f"`moetool {name}`" for name in commands[:_NAMED])
+    return f" It is an option of {named}{' and others' * (len(commands) > _NAMED)}." if named else ""
 
 
 def command_here(name: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moetool.calibration.data import BUNDLED, parse_data
 from moetool.checkpoint.names import has_vocabulary
+from moetool.checkpoint.source import model_name
 from moetool.format.gguf.words import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
@@ -126,7 +127,7 @@ def without_dry_run(command: str, arguments: Sequence[str]) -> str:
 
 def here(model: str, suffix: str) -> str:
     """A name in this directory, for what is made of a model that may lie where nothing can be written."""
-    return _new(Path(model).absolute().name.removesuffix(".gguf"), suffix)
+    return _new(model_name(model), suffix)
 
 
 def _new(path: str, suffix: str) -> str:

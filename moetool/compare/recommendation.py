@@ -11,6 +11,7 @@ from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import ByteSize, format_bytes
+from moetool.checkpoint.source import model_name
 from moetool.compress.methods.auto import AutoOptions
 from moetool.errors import UsageError
 from moetool.job.blueprint import open_for_planning
@@ -23,6 +24,7 @@ from moetool.job.result import Printed
 from moetool.job.writing import original_bytes
 from moetool.stages import stages
 
+HELD_OUT = "held-out.txt"  # a text of the user's own: the bundled one calibrates
 Engine = Literal["transformers", "vllm", "llama.cpp"]
 
 _LEAST_WORKING = 1_000_000_000  # bytes: Python, libraries and what one layer computes
@@ -129,7 +131,7 @@ def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     except UsageError as error:
         left = f"--memory {format_bytes(found.memory)} leaves {format_bytes(found.weights)} for weights."
         raise UsageError(f"{left} {error}") from error
-    output = f"{Path(found.model).name}-gguf"
+    output = f"{model_name(found.model)}-gguf"
     return replace(
         found,
         commands=[("export", found.model, output, "--format", "gguf", "--size", size)],
@@ -149,11 +151,11 @@ def _compressed(found: Recommendation, checkpoint: Checkpoint) -> Recommendation
     except UsageError as error:
         raise UsageError(f"{error} With fewer experts (compress --method reap) it gets smaller still.") from error
     took = estimate(plan, options, Path()).seconds
-    output, size = f"{Path(found.model).name}-small", _typed(found.weights)
+    output, size = f"{model_name(found.model)}-small", _typed(found.weights)
     command = ("compress", found.model, output, "--size", size, *(("--effort", "best") if is_best else ()))
     return replace(
         found,
-        commands=[command, ("eval", output, "--data", BUNDLED, "--against", found.model)],
+        commands=[command, ("eval", output, "--data", HELD_OUT, "--against", found.model)],
         seconds=took,
         peak_memory_bytes=plan.memory_bytes,
         notes=[*_quicker(found, checkpoint, took), _expected(found, _MEASURED)],
@@ -186,6 +188,7 @@ def _expected(found: Recommendation, known: Sequence[tuple[float, float, float]]
     measured, least, most = next(row for row in known if row[0] >= found.ratio)
     lost = f"{least:g}" if least == most else f"{least:g} to {most:g}"
     return (
-        f"Measure what it loses. For comparison, a Mixtral of 20.7 M parameters made {measured:.0%} smaller has a KL "
-        f"divergence of {lost} thousandths of a nat from its original (0 = identical); larger models differ."
+        "Measure what it loses on text that it was not calibrated on. For comparison, a Mixtral of 20.7 M parameters "
+        f"made {measured:.0%} smaller has a KL divergence of {lost} thousandths of a nat from its original (0 = "
+        "identical); larger models differ."
     )

@@ -7,6 +7,7 @@ same run gives the same bytes: no times, and of what is local names alone.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from moetool.architectures.base import Settings
 from moetool.architectures.dense import is_encoder
@@ -18,7 +19,7 @@ from moetool.checkpoint.names import CARD
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.sizes import format_bytes, format_change
-from moetool.checkpoint.source import is_here, looks_local
+from moetool.checkpoint.source import is_here, looks_local, model_name
 from moetool.errors import MoetoolError
 from moetool.format.marker import METHOD, moetool_entry
 from moetool.job.options import RunOptions, context_length
@@ -29,6 +30,17 @@ SOURCE_CARD = "moetool/source-README.md"
 # Fields of a card that hold for what is made of a model, too.
 _INHERITED = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag")
 _BASE = "base_model"
+# What stages make of a model, in words for titles; of others, which are methods, the name.
+_OUTCOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "gguf": "in GGUF",
+        "compressed-tensors": "in compressed-tensors",
+        "dense": "as a dense model",
+        "dense-experts": "with its experts as plain matrices",
+        "tune": "fine-tuned",
+        "repair": "trained to predict as its original",
+    }
+)
 _LOST = {"relative_error": "error relative to the delta", "lost_energy": "share of the delta's energy that was cut off"}
 
 
@@ -56,7 +68,7 @@ def public(value: object) -> object:
 
 def _public_name(name: str) -> str:
     if name and (looks_local(name) or is_here(name.partition("@")[0].partition(":")[0])):
-        return Path(name).name or "."
+        return model_name(name)
     return name
 
 
@@ -98,9 +110,8 @@ def model_card(
     for field, value in facts.items():
         data[field] = value
     steps = [_step(origin) for origin in reversed(manifest.origins)]
-    name = _code(_public_name(manifest.origins[-1].source))
     sections = [
-        f"# {name} after {', then '.join(origin.stage for origin in reversed(manifest.origins))}",
+        f"# {_title(manifest)}",
         "This card was written by moetool. Add to it whatever readers should know.",
         "## What was done",
         "\n".join(f"{number}. {step}" for number, step in enumerate(steps, 1)),
@@ -152,6 +163,14 @@ def _front_matter(card: Path) -> dict[str, object]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return dict(content) if isinstance(content, dict) else {}
+
+
+def _title(manifest: Manifest) -> str:
+    """What a result is, for somebody who does not know moetool: the first source, and what it has become."""
+    *before, last = [_OUTCOMES.get(origin.stage, f"after {origin.stage}") for origin in reversed(manifest.origins)]
+    kind = (manifest.chosen or {}).get("type")
+    last += f" ({kind.upper()})" if isinstance(kind, str) else ""
+    return f"{_code(_public_name(manifest.origins[-1].source))} {', '.join([*before, last])}"
 
 
 def _step(origin: Origin) -> str:

@@ -79,9 +79,16 @@ def dry_run(
     plan = _told(stage)
     if not stage.source.checkpoint.is_imagined:  # else the job is for where the weights are, and maybe the text
         check_job(stage, directory)
+        _check_input(stage)
     check_output(stage, directory, resume=resume, overwrite=overwrite)
     quicker = stage.in_bfloat16()
     return plan, None if quicker is None else planned(kind(stage.source, quicker))
+
+
+def _check_input(stage: AnyStage) -> None:
+    """Raise `InvalidInputError` for an input that transformers would not load: it is no source of what it would."""
+    if stage.writes_model:
+        check_sizes(stage.source.checkpoint)
 
 
 def _for_planning(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> AnyStage:
@@ -208,8 +215,7 @@ def _lead(
     plan = planned(stage)
     meter = Meter(progress, directory)
     check_job(stage, directory)
-    if stage.writes_model:
-        check_sizes(opened.checkpoint)  # what transformers would not load is no source of what it would
+    _check_input(stage)
     made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
     if resume and not overwrite and is_finished(directory):

@@ -20,7 +20,7 @@ from moetool.checkpoint.files import (
     write_json,
 )
 from moetool.checkpoint.identity import check_read
-from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, write_manifest
+from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, noted_in, write_manifest
 from moetool.checkpoint.names import CARD, CONFIG, INDEX
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
@@ -235,14 +235,12 @@ def record_origin(
     coming: Mapping[str, bytes] = MappingProxyType({}),
     known: Mapping[Path, str] = MappingProxyType({}),
     model: tuple[Mapping[str, object], int] | None = None,
-    lies_in: Path | None = None,
 ) -> None:
     """Write the manifest and the model card of a job's result: of `files` that are there, some with digests that are
-    `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights. The
-    input's own manifest is beside its weights, or where it `lies_in`."""
+    `known`, of contents that are `coming`, and of the `model`, if it is one: its config, and bytes of its weights."""
     checkpoint = job.source.checkpoint
     check_read(checkpoint)
-    before = manifest_of(lies_in or checkpoint.path)
+    before = manifest_of(noted_in(checkpoint))
     files = [*files, *keep_source_card(checkpoint, job.output)]
     names = {file.relative_to(job.output).as_posix(): file for file in files}
     digests = {name: known.get(file) or file_sha256(file) for name, file in names.items()}

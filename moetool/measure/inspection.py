@@ -14,7 +14,7 @@ from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.decoded import quantized_tensors
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.header import TensorInfo
-from moetool.checkpoint.manifest import Manifest, manifest_of
+from moetool.checkpoint.manifest import Manifest, manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
@@ -53,15 +53,13 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
 
 
 def _with_experts(path: str | Path, checkpoint: Checkpoint) -> Inspection:
-    if is_opaque(checkpoint.config):
-        if not checkpoint.is_imagined:
-            check_sizes(checkpoint)
-        return _inspect_custom(
-            path, checkpoint, _files(checkpoint, checkpoint.weight_bytes, manifest_of(checkpoint.path))
-        )
-    source = Source.of(checkpoint)
+    source = None if is_opaque(checkpoint.config) else Source.of(checkpoint)
+    if not checkpoint.is_imagined:
+        check_sizes(checkpoint)
+    manifest = manifest_of(noted_in(checkpoint))
+    if source is None:
+        return _inspect_custom(path, checkpoint, _files(checkpoint, checkpoint.weight_bytes, manifest))
     reader = source.experts
-    manifest = manifest_of(checkpoint.path)
     return Inspection(
         path=str(path),
         model_type=str(checkpoint.config["model_type"]),
@@ -105,7 +103,7 @@ def inspect_model(path: str | Path, checkpoint: Checkpoint) -> Inspection | Dens
         intermediate_size=whole_number(config, "intermediate_size") if dense is None else dense.intermediate,
         dtype=str(checkpoint.main_dtype if dense is None else dense.dtype).removeprefix("torch."),
         parameters=ParameterCounts(total=total, active=total, stored=total, added=0),
-        files=_files(checkpoint, checkpoint.weight_bytes, manifest_of(checkpoint.path)),
+        files=_files(checkpoint, checkpoint.weight_bytes, manifest_of(noted_in(checkpoint))),
     )
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from moetool.architectures import Architecture
 from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.digests import check_files
-from moetool.checkpoint.gguf import is_gguf
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.identity import is_known_as, steps_since
 from moetool.checkpoint.manifest import Manifest, Origin, manifest_of, read_manifest
@@ -62,15 +62,15 @@ def verify_checkpoint(
     if is_base(local_path(path)):
         return _verify_base(path, against, progress, edited=edited)
     exported = exported_gguf(path)
-    file = exported or local_path(path)
-    if is_gguf(file) and against is not None:
+    file = gguf_in(local_path(path))
+    if file is not None and against is not None:
         raise UsageError(
             f"Numbers of a GGUF file are rounded: compare what both predict, by moetool eval {file} --against "
             f"{against} --data TEXT."
         )
     if exported is not None and not (unread := GgufModel(exported)).is_read:
         return _verify_unread(path, unread, progress, edited=edited)
-    checkpoint = Checkpoint.open(path if exported is None else exported)
+    checkpoint = Checkpoint.open(path)
     folder = checkpoint.path if exported is None else exported.parent
     manifest = manifest_of(folder)
     problems: list[str] = []
@@ -236,9 +236,8 @@ def verify_files(checkpoint: Checkpoint) -> list[str]:
 def exported_gguf(path: str | Path) -> Path | None:
     """Path of the GGUF file that `moetool export --format gguf` has written, given itself or by its directory; `None`
     for any other path."""
-    given = local_path(path)
-    file = given if given.name == MODEL else given / MODEL
-    return file if file.is_file() and not (file.parent / CONFIG).exists() else None
+    file = gguf_in(local_path(path))
+    return file if file is not None and file.name == MODEL and not (file.parent / CONFIG).exists() else None
 
 
 def _raise_for(path: str | Path, problems: list[str]) -> None:

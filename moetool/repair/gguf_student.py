@@ -163,8 +163,7 @@ class GgufStudent(Student):
         shutil.rmtree(directory)
         files = [file, job.output / MODELFILE]
         types = layer_types({name: tensor.tensor_type.name.lower() for name, tensor in self._file.tensors.items()})
-        lies_in = self.source.lies_in
-        record_origin(job, files=files, calibration=facts, layers=types, lies_in=lies_in)
+        record_origin(job, files=files, calibration=facts, layers=types)
 
     @staticmethod
     def _directory(job: Job[Any]) -> Path:

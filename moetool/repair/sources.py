@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from moetool.architectures.dense import is_encoder
-from moetool.checkpoint.gguf import is_gguf
-from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
@@ -63,19 +62,14 @@ class GgufInput:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "GgufInput":
         """Open one by what it is read as. Raises `InvalidInputError` for a family that moetool does not write."""
-        return cls(checkpoint, GgufSource.of(checkpoint), local_path(checkpoint.source))
+        file = gguf_in(local_path(checkpoint.source))
+        assert file is not None
+        return cls(checkpoint, GgufSource.of(checkpoint), file)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the checkpoint that the file is read as: 16 bits where it has fewer."""
         return self.model.dtype
-
-    @property
-    def lies_in(self) -> Path | None:
-        """The directory of an export, if the file is one: its manifest tells of what the file was made."""
-        directory = self.path.parent
-        manifest = manifest_of(directory)
-        return directory if manifest is not None and self.path.name in manifest.files else None
 
 
 RepairedSource = Source | MoefiedSource | GgufInput
@@ -83,7 +77,7 @@ RepairedSource = Source | MoefiedSource | GgufInput
 
 def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
     """Open the input of a repair. Raises `InvalidInputError` for what is no MoE model, moefied model or GGUF file."""
-    if is_gguf(path := Path(checkpoint.source)) and path.expanduser().is_file():
+    if checkpoint.gguf_bytes is not None:
         return GgufInput.of(checkpoint)
     if isinstance(custom_module(checkpoint.config), MoefiedSpec):
         return MoefiedSource.of(checkpoint)

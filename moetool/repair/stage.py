@@ -16,7 +16,7 @@ from moetool.calibration.comparable import check_comparable
 from moetool.calibration.data import parse_data
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import save_tensors
-from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.manifest import manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.calibration_cost import BASELINE
@@ -285,9 +285,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
                 f"{source.source} and --to {self._original.source} are the same model: there is nothing to learn."
             )
             return
-        lies_in = self.source.lies_in if isinstance(self.source, GgufInput) else source.path
-        manifest = None if lies_in is None else manifest_of(lies_in)
-        if manifest is None:
+        if (manifest := manifest_of(noted_in(source))) is None:
             return
         if fingerprint not in {origin.source_fingerprint for origin in manifest.origins}:
             job.progress.log(

@@ -207,10 +207,14 @@ def reached(coverage: Sequence[TextCoverage], routing: RoutingResult | None) -> 
                 ],
             )
         )
+    lead = (
+        "In every layer a router chooses a few experts for each token. A share tells how many of a layer's choices "
+        "fall on one expert; the shares of a layer add up to 100 %."
+    )
     notes = ["Rare: less than a tenth of an even share. What such an expert was measured on says little about it."]
     if len(rare) > NAMED:
         notes.append(f"Named are the {NAMED} rarest of {len(rare)}.")
-    return Section(name="routing", title="Routing and coverage", charts=charts, tables=tables, notes=notes)
+    return Section(name="routing", title="Routing and coverage", lead=lead, charts=charts, tables=tables, notes=notes)
 
 
 def _means(coverage: Sequence[TextCoverage]) -> Bars | None:

@@ -10,7 +10,7 @@ import yaml
 
 from moetool.checkpoint.counting import numbers_in_files
 from moetool.checkpoint.experts import ExpertReader
-from moetool.checkpoint.manifest import Manifest, Origin, manifest_of
+from moetool.checkpoint.manifest import Manifest, Origin, manifest_of, noted_in
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.results import Activations
@@ -60,10 +60,10 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)
-    manifest = manifest_of(checkpoint.path)
+    manifest = manifest_of(noted_in(checkpoint))
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
-    jobs = kept_runs(checkpoint.path, manifest, recorded)
-    notes = [] if (untold := without_costs(checkpoint.path, manifest)) is None else [untold]
+    jobs = kept_runs(noted_in(checkpoint), manifest, recorded)
+    notes = [] if (untold := without_costs(noted_in(checkpoint), manifest)) is None else [untold]
     if options.analysis and experts is None:
         notes.append("There is no analysis: this model has no experts that are whole networks.")
     elif options.analysis and inspection is not None:

@@ -8,8 +8,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moetool.checkpoint.files import storage_errors
+from moetool.checkpoint.source import model_name
 from moetool.errors import UsageError
-from moetool.format.gguf.words import MODEL
 from moetool.job.checks import output_directory
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
@@ -74,7 +74,7 @@ def page(report: Report, progress: Progress = SILENT) -> str:
     )
     return environment.get_template(TEMPLATE).render(
         report=report,
-        name=Path(report.model).name or report.model,
+        name=model_name(report.model),
         facts=_facts(report),
         headline=list(headline(report)),
         sections=found,
@@ -98,24 +98,22 @@ def _drawn(found: list[Section], progress: Progress) -> Mapping[str, list[Drawn]
 
 
 def _facts(report: Report) -> str:
-    """One line of facts: family, router, layers, widths, dtype."""
+    """One line of facts: family, layers, widths, dtype, and the rule by which experts are weighed."""
     if (found := report.inspection) is None:
         return report.model_type
-    layers = "" if found.layers is None else f", {found.layers} layers"
-    width = f"hidden {found.hidden_size}, intermediate {found.intermediate_size}"
-    return f"{found.architecture}: {found.router_rule}{layers}, {width}, {found.dtype}"
+    layers = "" if found.layers is None else f"{found.layers} layers, "
+    width = f"hidden size {found.hidden_size}, intermediate size {found.intermediate_size}"
+    router = f"How the router weighs a token's experts: {found.router_rule}."
+    return f"{found.architecture}: {layers}{width}, {found.dtype}. {router}"
 
 
 def page_file(model: str, output: Path | None) -> Path:
-    """Path of the page: `output`, or by default a file in this directory under the model's name; under that of its
-    folder for a file with the name that `export` gives to all.
+    """Path of the page: `output`, or by default a file in this directory under the model's name.
 
     Raises:
         UsageError: no page can be written there.
     """
-    path = Path(model).absolute()
-    name = path.parent.name if path.name == MODEL else path.name
-    file = Path(f"{name}.html") if output is None else output_directory(output)
+    file = Path(f"{model_name(model)}.html") if output is None else output_directory(output)
     if file.suffix not in (".html", ".htm"):
         raise UsageError(f"{file}: a report's name ends in .html.")
     if file.is_dir() or not file.absolute().parent.is_dir():

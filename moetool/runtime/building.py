@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +105,19 @@ def _layer_of(name: str) -> str:
     return found[0] if found else name
 
 
+def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: Collection[str]) -> list[str]:
+    """Names in the files that `config.json` does not promise, in layers of which all that it promises is there: they
+    can be no other names of that. Left out is what transformers passes over, such as buffers of its older versions."""
+    from moetool.runtime.loading import surplus
+
+    held = checkpoint.tensors
+    whole = {_layer_of(name) for name in promised} - {_layer_of(name) for name in promised if name not in held}
+    passed = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    more = [name for name in held if name not in promised and name not in tied and _layer_of(name) in whole]
+    return surplus([name for name in more if not passed.search(name)], checkpoint.settings)
+
+
 def check_sizes(checkpoint: Checkpoint) -> None:
     """Compare the model that `config.json` promises with the headers, before a loader makes room for it.
 
@@ -114,8 +127,8 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     them.
 
     Raises:
-        InvalidInputError: transformers cannot build the model, a tensor has another shape than promised or is missing
-            in some layers, or most of what is promised is not there.
+        InvalidInputError: transformers cannot build the model, a tensor has another shape than promised, is missing
+            in some layers or has no place in its layer, or most of what is promised is not there.
     """
     if is_quantized_elsewhere(checkpoint.config):
         return  # another tool's: only that knows what becomes of its tensors
@@ -144,4 +157,9 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         raise InvalidInputError(
             f"{len(absent)} tensors that config.json promises are missing from {checkpoint.path}, among them "
             f"{absent[0]} {list(promised[absent[0]][1])}."
+        )
+    if unused := _without_place(checkpoint, model, promised):
+        raise InvalidInputError(
+            f"{checkpoint.source} has a tensor {unused[0]}, and the model of its config.json has no place for it "
+            f"({len(unused)} such in all): without it results would be wrong. Is config.json that of these weights?"
         )

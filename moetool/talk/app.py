@@ -27,7 +27,14 @@ from moetool.job.options import context_length
 from moetool.job.progress import Progress
 from moetool.measure.generation import load_to_generate, only_numbers, open_to_generate
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import AskedChat, AskedCompletion, AskedFor, AskedResponse, check_request
+from moetool.talk.requests import (
+    NO_TEMPLATE,
+    AskedChat,
+    AskedCompletion,
+    AskedFor,
+    AskedResponse,
+    check_request,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +45,6 @@ _HANDLERS: dict[str, tuple[Any, type[AskedFor]]] = {
     "response_handler": (ResponseHandler, AskedResponse),
 }
 _LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"}
-_NO_TEMPLATE = "{{ raise_exception('This model has no chat template: send text to /v1/completions') }}"
 
 
 class LoadedModel(ModelManager):
@@ -52,9 +58,12 @@ class LoadedModel(ModelManager):
         """Return the loaded model and its tokenizer, whatever model was asked for."""
         return self._pair
 
-    def get_gen_models(self) -> list[dict[str, object]]:
+    def list_models(self, *_: object) -> list[dict[str, object]]:
         """The one that is served, in place of all that the hub's cache holds."""
-        return [{"id": self.force_model, "object": "model", "owned_by": "moetool", "created": 0}]
+        is_there = {"status": {"value": "loaded"}}
+        return [{"id": self.force_model, "object": "model", "owned_by": "moetool", "created": 0, **is_there}]
+
+    get_gen_models = list_models  # its name before transformers 5.24
 
 
 def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
@@ -67,7 +76,7 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     checkpoint = open_to_generate(name)
     tokenizer: Any = load_tokenizer(checkpoint.path)
     if not getattr(tokenizer, "chat_template", None):
-        tokenizer.chat_template = _NO_TEMPLATE
+        tokenizer.chat_template = f"{{{{ raise_exception('{NO_TEMPLATE}') }}}}"
     model = load_to_generate(checkpoint, options, progress)[0]
     _keep_to_context(model, context_length(checkpoint.settings))
     manager, state = LoadedModel(name, model, tokenizer), GenerationState()

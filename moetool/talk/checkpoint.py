@@ -80,7 +80,8 @@ class CheckpointTalker:
         if self.has_template:
             ids = chat_tokens(self._tokenizer, messages, "conversation")
         else:
-            ids = self._tokenizer(plain_prompt(messages), return_tensors="pt")["input_ids"].long()
+            text = plain_prompt(messages)
+            ids = self._tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].long()  # room is checked later
         check_tokens(ids, self._settings)
         listed: list[int] = ids[0].tolist()
         return listed

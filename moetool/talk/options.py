@@ -4,10 +4,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.source import is_here, local_path
 from moetool.errors import UsageError
-from moetool.format.gguf.words import MODEL
 from moetool.measure.options import GeneratingOptions
 
 # Options that say how moetool runs a model; llama.cpp runs GGUF files.
@@ -41,13 +40,8 @@ class ServeOptions(TalkOptions):
 
 
 def gguf_file(model: str) -> Path | None:
-    """The GGUF file that a model is: itself, or the one in a folder that `export --format gguf` has written."""
-    if not is_here(model):
-        return None
-    path = local_path(model)
-    if path.is_dir() and (path / MODEL).is_file() and not (path / CONFIG).exists():
-        return path / MODEL
-    return path if path.is_file() and path.suffix == ".gguf" else None
+    """The GGUF file that llama.cpp runs for this name; `None` for a checkpoint."""
+    return gguf_in(local_path(model)) if is_here(model) else None
 
 
 def check_options(model: str, file: Path | None, options: TalkOptions) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 from moetool.errors import UsageError
 from moetool.measure.generation import check_unicode
 
+NO_TEMPLATE = "This model has no chat template: send text to /v1/completions"
 _UNANSWERED = ("logprobs", "echo")  # whose answer transformers' server would leave out without a word
 
 

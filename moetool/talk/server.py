@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from moetool.errors import UsageError
 from moetool.job.progress import SILENT, Progress
-from moetool.talk.gguf import ALL_LAYERS, MISSING
+from moetool.talk.gguf import ALL_LAYERS, CHAT_TEMPLATE, loading
 from moetool.talk.options import ServeOptions
+from moetool.talk.requests import NO_TEMPLATE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.responses import JSONResponse
 
 _MISSING_SERVER = (
     "Serving needs fastapi, uvicorn and openai, and not all of them are installed: pip install 'moetool[serve]'."
@@ -87,17 +89,29 @@ def _checkpoint_app(model: str, options: ServeOptions, progress: Progress) -> "F
 
 
 def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
-    try:
-        from llama_cpp.server.app import create_app
+    with loading(file):
+        from llama_cpp.server import app as server
         from llama_cpp.server.settings import ModelSettings, ServerSettings
-    except ImportError as error:
-        raise UsageError(MISSING.format(file=file)) from error
-    settings = ModelSettings(
-        model=str(file),
-        model_alias=model,
-        n_ctx=options.context or 0,
-        n_gpu_layers=0 if options.device == "cpu" else ALL_LAYERS,
-        verbose=False,
-    )
-    app: FastAPI = create_app(server_settings=ServerSettings(), model_settings=[settings])
+
+        settings = ModelSettings(
+            model=str(file),
+            model_alias=model,
+            n_ctx=options.context or 0,
+            n_gpu_layers=0 if options.device == "cpu" else ALL_LAYERS,
+            verbose=False,
+        )
+        app: FastAPI = server.create_app(server_settings=ServerSettings(), model_settings=[settings])
+    assert server._llama_proxy is not None  # create_app has loaded the file there, and tells nobody
+    if CHAT_TEMPLATE not in server._llama_proxy().metadata:
+        from starlette.routing import Route
+
+        # Else llama-cpp-python would write chats as for Llama 2. The first route that fits answers.
+        app.router.routes.insert(0, Route("/v1/chat/completions", _without_template, methods=["POST"]))
     return app
+
+
+def _without_template(_: object) -> "JSONResponse":
+    """What programs are answered that want to chat with a model without a chat template."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": NO_TEMPLATE, "type": "invalid_request_error"}}, status_code=400)

@@ -14,8 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.header import DTYPES
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.source import model_name
 from moetool.errors import InvalidInputError, ResourceError
 
 CONFIG = {"model_type": "some_family", "hidden_size": 8, "unheard_of": [1, 2]}
@@ -346,11 +348,36 @@ def test_config_must_be_there_and_an_object(tmp_path: Path) -> None:
     assert "no config.json" in refusal(path)
 
 
-def test_a_directory_with_a_gguf_file_is_told_which_to_give(tmp_path: Path) -> None:
-    """What `export --format gguf` writes: the model, not what was measured for it."""
-    (tmp_path / "imatrix.gguf").write_bytes(bytes(10))
-    (tmp_path / "model.gguf").write_bytes(bytes(20))
-    assert f"give that file, {tmp_path / 'model.gguf'}." in refusal(tmp_path)
+def test_the_gguf_file_of_a_directory(tmp_path: Path) -> None:
+    """The only one, or that of an export; what was measured for `llama-quantize` is none."""
+    (tmp_path / "imatrix.gguf").touch()
+    assert gguf_in(tmp_path) is None
+    first, second, exported = (tmp_path / name for name in ("a.GGUF", "b.gguf", "model.gguf"))
+    first.touch()
+    assert gguf_in(tmp_path) == gguf_in(first) == first
+    second.touch()
+    assert gguf_in(tmp_path) is None
+    assert f"2 GGUF files (b.gguf, imatrix.gguf): give one of them, such as {second}." in refusal(tmp_path)
+    exported.touch()
+    assert gguf_in(tmp_path) == exported
+    for other in ("config.json", ".moetool"):  # a checkpoint, an unfinished run
+        (tmp_path / other).touch()
+        assert gguf_in(tmp_path) is None
+        (tmp_path / other).unlink()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("hub/Model-v0.1", "Model-v0.1"), ("a/b/model.gguf", "b"), ("theirs-Q4.gguf", "theirs-Q4"), ("a/b/", "b")],
+)
+def test_what_a_model_is_called(source: str, name: str) -> None:
+    assert model_name(source) == name
+
+
+def test_a_model_here_is_called_by_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine" / "inside")
+    assert [model_name(name) for name in (".", "..", "model.gguf")] == ["inside", "mine", "inside"]
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:

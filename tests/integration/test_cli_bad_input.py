@@ -152,6 +152,21 @@ def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path
         assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_tensor_that_the_model_has_no_place_for(refused, run_cli, dense, tiny_mixtral, tmp_path, family):
+    """transformers would pass over it, and compute something else. It does so rightly with buffers of old files."""
+    layer, name = "model.layers.1.self_attn", "model.layers.1.self_attn.q_proj.bias"
+    source = copy_of(dense("llama") if family == "llama" else tiny_mixtral, tmp_path / "with")
+    change_tensors(source, lambda tensors: tensors.update({f"{layer}.rotary_emb.inv_freq": torch.ones(4)}))
+    exports = ["export", source, tmp_path / "out", "--format", "gguf", "--dry-run"]
+    commands = (["inspect", source], ["verify", source], exports)
+    for words in commands:
+        assert run_cli(*words).code == 0, words
+    change_tensors(source, lambda tensors: tensors.update({name: torch.zeros(4)}))
+    for words in commands:
+        assert f"a tensor {name}, and the model of its config.json has no place for it" in refused(3, *words), words
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_bad_shard(refused, tiny_mixtral_sharded, calibration, tmp_path, damage):
     source = copy_of(tiny_mixtral_sharded, tmp_path / "bad")

@@ -404,8 +404,14 @@ def test_the_directory_of_an_export_is_verified(run_cli: Any, tiny_mixtral: Path
     found = run_cli("verify", out, "--json")
     assert found.code == 0, found.stderr
     assert found.json["tensors"] == run_cli("verify", out / "model.gguf", "--json").json["tensors"]
-    assert "this GGUF file of" in run_cli("inspect", out / "model.gguf").stdout
+    for given in (out, out / "model.gguf"):
+        assert "this GGUF file of" in run_cli("inspect", given).stdout
     assert found.json["bytes"] == (out / "model.gguf").stat().st_size
+    for given in (out, out / "model.gguf"):
+        told = run_cli("report", given, tmp_path / "page.html", "--json").json
+        assert [step["stage"] for step in told["made"]["steps"]] == ["gguf"]
+        assert (told["jobs"][0]["stage"], "notes" in told) == ("gguf", False)
+        assert "<h1>out</h1>" in (tmp_path / "page.html").read_text()
     for given in (out, out / "model.gguf", shutil.copy(out / "model.gguf", tmp_path / "theirs.gguf")):
         refused = run_cli("verify", given, "--against", tiny_mixtral)
         assert refused.code == 2

@@ -31,6 +31,7 @@ def test_what_it_says_is_a_command_that_fits(run_cli: Any, mixtral: Path, memory
     assert told["bits"] == pytest.approx(8 * room / 46_702_792_704)
     command = told["commands"][0]
     assert tuple(command[5:]) == effort
+    assert told["commands"][1] == ["eval", command[2], "--data", "held-out.txt", "--against", str(mixtral)]
     plan = run_cli(*command, "--dry-run", "--json").json
     assert 0.99 * room < plan["output_bytes"] <= room
     assert plan["peak_memory_bytes"] == told["peak_memory_bytes"]

@@ -211,7 +211,7 @@ def test_its_card_tells_of_both_steps_and_a_plan_knows_the_run(
     coarse: Path, repair: Repair, tiny_mixtral: Path, tmp_path: Path
 ) -> None:
     assert repair(coarse, tiny_mixtral, "--steps", 2).code == 0
-    assert "after gguf, then repair" in (tmp_path / "out" / "README.md").read_text()
+    assert "in GGUF, trained to predict as its original" in (tmp_path / "out" / "README.md").read_text()
     assert repair(coarse, tiny_mixtral, "--steps", 2, "--resume", "--dry-run").code == 0
     again = repair(coarse, tiny_mixtral, "--dry-run", name="again")
     assert again.json["output_bytes"] == coarse.stat().st_size, "also when the file was read before"

@@ -99,7 +99,7 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(source)
     card = model_card(manifest, checkpoint, (checkpoint.config, checkpoint.weight_bytes // 4), has_source_card=True)
     lines = card.splitlines()
-    assert "# `owner/dense` after vanilla, then tune, then hybrid" in lines
+    assert "# `owner/dense` after vanilla, fine-tuned, after hybrid" in lines
     assert "1. `vanilla` of `owner/dense`: `--experts 4 --of a --of b`" in lines
     assert "2. `tune` of `mixtral`, by an older moetool, which did not note what was chosen" in lines
     assert "3. `hybrid` of `mixtral`: `--ratio 0.75 --calibration my text.txt`" in lines
@@ -108,6 +108,19 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
     assert any("2.5000 nats" in line for line in lines)
     assert any("0.2000" in line for line in lines)
     assert f"({SOURCE_CARD})" in card
+
+
+@pytest.mark.parametrize(
+    ("stage", "chosen", "title"),
+    [
+        ("gguf", {"type": "q8_0"}, "in GGUF (Q8_0)"),
+        ("gguf", {"size": "20GB"}, "in GGUF"),
+        ("dense", {"expert": 1}, "as a dense model"),
+    ],
+)
+def test_titles_of_exports(source: Path, stage: str, chosen: dict[str, object], title: str) -> None:
+    manifest = made().model_copy(update={"recipe": {"stage": stage}, "chosen": chosen})
+    assert f"# `owner/name` {title}" in model_card(manifest, Checkpoint.open(source), None).splitlines()
 
 
 def test_how_it_loads_and_what_does_not(source: Path) -> None:

@@ -75,7 +75,7 @@ def test_where_a_page_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     assert page_file("hub/model.v1", None) == Path("model.v1.html")
     assert page_file("small/model.gguf", None) == Path("small.html")
-    assert page_file("small/other.gguf", None) == Path("other.gguf.html")
+    assert page_file("small/other.gguf", None) == Path("other.html")
     assert page_file(".", None) == Path(f"{tmp_path.name}.html")
     (tmp_path / "folder.html").mkdir()
     for wrong in ("model.safetensors", "absent/x.html", "folder.html"):

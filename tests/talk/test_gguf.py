@@ -1,5 +1,6 @@
 """Answers of a GGUF file in llama.cpp, where llama-cpp-python is installed: those of the checkpoint."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.talk.checkpoint import CheckpointTalker
 from moetool.talk.conversation import Conversation
 from moetool.talk.gguf import GgufTalker
-from moetool.talk.options import ChatOptions, gguf_file
+from moetool.talk.options import ChatOptions, ServeOptions, gguf_file
+from moetool.talk.requests import NO_TEMPLATE
+from moetool.talk.server import _gguf_app
 
 pytest.importorskip("llama_cpp", reason="wants moetool[llama-cpp]")
 
@@ -43,3 +46,25 @@ def test_what_llama_cpp_refuses(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(InvalidInputError, match=r"llama.cpp cannot load .*model\.gguf"):
         GgufTalker(tmp_path / "model.gguf", ChatOptions())
+    (tmp_path / "text.gguf").write_text("words of a text")
+    with pytest.raises(InvalidInputError, match=r"text\.gguf is no GGUF file"):
+        GgufTalker(tmp_path / "text.gguf", ChatOptions())
+
+
+def test_a_chat_without_a_template_is_refused_by_the_server(exported: Path) -> None:
+    """llama-cpp-python would write it as for Llama 2."""
+    pytest.importorskip("llama_cpp.server.app", reason="wants moetool[llama-cpp]")
+    client = pytest.importorskip("starlette.testclient", reason="wants httpx").TestClient
+    with client(_gguf_app("mine", exported, ServeOptions(context=256))) as asked:
+        answer = asked.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "one"}]})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, NO_TEMPLATE)
+        answer = asked.post("/v1/completions", json={"prompt": "one", "max_tokens": 2})
+        assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+def test_the_library_that_is_missing_is_named(run_cli: RunCli, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server wants more of them than `chat` does."""
+    pytest.importorskip("uvicorn", reason="wants moetool[serve]")
+    monkeypatch.setitem(sys.modules, "llama_cpp.server", None)
+    result = run_cli("serve", exported, "--port", 0)
+    assert (result.code, "the library llama_cpp.server is not installed" in result.stderr) == (2, True)

@@ -15,7 +15,7 @@ import pytest
 from chat_templates import FAMILIES
 
 from moetool.measure.generation import GenerationOptions, generate
-from moetool.talk.options import ServeOptions
+from moetool.talk.options import ServeOptions, gguf_file
 from moetool.talk.server import Server
 
 for library in ("fastapi", "uvicorn", "openai"):
@@ -29,7 +29,7 @@ PROMPT = "one two"
 @contextmanager
 def serving(model: Path) -> Iterator[Ask]:
     """`ask(route, **body)`: status and content of the answer of a server for the model; `raw` is a body as it is."""
-    server = Server(str(model), None, ServeOptions(port=0))
+    server = Server(str(model), gguf_file(str(model)), ServeOptions(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
 
@@ -73,7 +73,8 @@ def test_a_streamed_answer_is_the_whole_one(ask: Ask) -> None:
 
 
 def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None:
-    assert [own["id"] for own in ask("/v1/models")[1]["data"]] == [str(tiny_mixtral)]
+    [told] = ask("/v1/models")[1]["data"]
+    assert (told["id"], told["owned_by"], told["status"]) == (str(tiny_mixtral), "moetool", {"value": "loaded"})
     assert ask("/health") == (200, {"status": "ok"})
 
 

@@ -22,7 +22,11 @@ from moetool.measure.plots import pictured
 from moetool.measure.results import TextLoss, short_names, shown_kl
 
 _MODEL = ("model", "asked", "saved", "size")
-HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, mnat", "KL, mnat", "top-1", "time", "memory")
+HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, ‰", "KL, ‰", "top-1", "time", "memory")
+UNITS = (
+    "excess: growth of the loss; KL: divergence from the original's predictions, 0 where these are identical. "
+    "Both in thousandths of a nat per token (‰), lower is better."
+)
 
 
 @builder(CompareOptions)
@@ -58,6 +62,8 @@ def build(
     print(headline(result))
     for table_of in tables(result):
         print_table(table_of.headers, table_of.rows, title=table_of.title)
+    if tables(result):
+        print(UNITS)
     for row in result.rows:
         if row.error is not None:
             print(line(row))
@@ -136,12 +142,12 @@ def tables(result: Compared) -> list[ComparedTable]:
     columns = [f"{name} ({kind})" if kind else name for name, kind in zip(names, kinds, strict=True)]
     return [
         ComparedTable(
-            "KL divergence from the original on each text, mnat per token",
+            "KL divergence from the original on each text, ‰",
             (*_MODEL, *columns, "mean", "worst", "time", "memory"),
             [(*cells(row)[: len(_MODEL)], *_divergences(row), *cells(row)[-2:]) for row in rows],
         ),
         ComparedTable(
-            "Excess loss on each text, mnat per token, and top-1 agreement",
+            "Excess loss on each text, ‰, and top-1 agreement",
             ("model", "asked", *columns),
             [(*cells(row)[:2], *map(_excess_and_agreement, row.texts)) for row in rows],
         ),
@@ -201,6 +207,7 @@ def markdown(result: Compared) -> str:
         rows: list[Sequence[str]] = [table.headers, ["---", *["---:"] * (len(table.headers) - 1)], *table.rows]
         parts += [] if table.title is None else [f"{table.title}:"]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    parts += [UNITS] if tables(result) else []
     notes = [f"- {line(row)}" for row in result.rows if row.error is not None]
     notes += [f"- {shared_line(shared)}" for shared in result.statistics]
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]) + "\n"
