@@ -50,7 +50,8 @@ def moefied(dense: DenseModel, selector: Any) -> Moefied:
     nothing = LayerPlan(torch.arange(dense.intermediate), torch.zeros(dense.intermediate))
     zeros = {"first": (4, dense.hidden), "second": (4, 4), "ranking": (4,), "up_price": (dense.intermediate,)}
     plan = replace(nothing, **{name: torch.zeros(shape) for name, shape in zeros.items()})
-    led = {"experts": dense.intermediate, "leads": ("gate", "up")} if selector == "projection" else {"experts": 4}
+    first = "gate" if "gate" in dense.architecture.roles else "up"
+    led = {"experts": dense.intermediate, "leads": (first, "up")} if selector == "projection" else {"experts": 4}
     spec = MoefiedSpec.from_config({"keep": 0.5, "selector": selector, "layers": (0, 2), **led})
     return Moefied(dense=dense, dtype=None, seed=0, spec=spec, layer_plan=lambda layer: plan)
 
