@@ -47,8 +47,10 @@ def leading_projection(network: SampledNetwork, chosen: int) -> Leading:
     choices = [_Choice(lead, price, chosen) for lead, price in prices.items()]
     for factors in network.factors():
         activations = torch.stack([*factors.values()]).double().prod(0)
+        energy = activations.square() * norms
+        best = energy.topk(chosen, dim=-1, sorted=False).indices
         for choice in choices:
-            choice.see(factors[choice.lead], activations, norms)
+            choice.see(factors[choice.lead], activations, energy, best)
     return max((choice.found(len(network.inputs)) for choice in choices), key=lambda found: found.captured)
 
 
@@ -66,15 +68,15 @@ class _Choice:
         self._times = torch.zeros_like(price)
         self._captured = self._best = self._common = 0.0
 
-    def see(self, value: Tensor, activations: Tensor, norms: Tensor) -> None:
-        energy = activations.square() * norms
+    def see(self, value: Tensor, activations: Tensor, energy: Tensor, best: Tensor) -> None:
+        """The projection's values `[tokens, intermediate]`, the activations and their energies, and the neurons
+        `[tokens, chosen]` whose energies are largest."""
         whole = energy.sum(1).clamp_min(torch.finfo(energy.dtype).tiny)
-        index = (value.float().square() * self._price).topk(self._chosen, dim=-1).indices
-        best = energy.topk(self._chosen, dim=-1)
+        index = (value.float().square() * self._price).topk(self._chosen, dim=-1, sorted=False).indices
         self._captured += (energy.gather(1, index).sum(1) / whole).sum().item()
-        self._best += (best.values.sum(1) / whole).sum().item()
+        self._best += (energy.gather(1, best).sum(1) / whole).sum().item()
         is_left_out = torch.ones_like(energy, dtype=torch.bool).scatter_(1, index, False)
-        self._common += (~is_left_out.gather(1, best.indices)).sum().item() / self._chosen
+        self._common += (~is_left_out.gather(1, best)).sum().item() / self._chosen
         self._left += activations.masked_fill(~is_left_out, 0).sum(0)
         self._times += is_left_out.sum(0)
 

@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/moefied.py [--quick] [--output FILE.md]
 
-Selector, constant and all else included. One thread, interleaved, medians of process_time (of the clock on CUDA); the
-two networks have weights of their own, more than the last cache holds unless --quick. Weights, inputs and selectors
-are random, so neighbouring experts are as rarely selected together as they can be. Wanted at one token: at most the
-share that is kept and a tenth of the dense network's time more.
+Projection, selector, constant and all else included. One thread, interleaved, medians of process_time (of the clock on
+CUDA); the networks have weights of their own, more than the last cache holds unless --quick. Weights, inputs and
+selectors are random, so neighbouring experts are as rarely selected together as they can be. Wanted of a selector at
+one token: at most the share that is kept and a tenth of the dense network's time more. A projection is computed whole.
 """
 
 # ruff: noqa: E402  (the thread counts must be set before the libraries are loaded)
@@ -20,19 +20,21 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from _common import processor, publish, race
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moetool.format.kinds.moefied import MoefiedSpec, SelectorKind
+from moetool.format.kinds.moefied import Lead, MoefiedSpec, SelectorKind
+from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 KEEPS, TOKENS, MARGIN = (0.25, 0.5, 0.75), (1, 4, 16, 256), 0.1
-SELECTORS: tuple[SelectorKind, ...] = ("mlp", "fixed")
+SELECTORS: tuple[SelectorKind, ...] = ("projection", "mlp", "fixed")
 
 
 class FFN(nn.Module):
@@ -54,13 +56,21 @@ class FFN(nn.Module):
 def moefied(ffn: FFN, experts: int, selector: SelectorKind) -> NeuronExperts:
     roles = ("up", "down") if ffn.gate is None else ("gate", "up", "down")
     intermediate, hidden = ffn.up.weight.shape
-    described = MoefiedSpec(layers=(0,), experts=experts, keep=0.5, selector=selector)
+    is_led, lead = selector == "projection", cast(Lead, roles[-2])
+    described = MoefiedSpec(
+        layers=(0,),
+        experts=intermediate if is_led else experts,
+        keep=0.5,
+        selector=selector,
+        leads=(lead,) if is_led else (),
+    )
     names: Any = {role: role for role in roles}
-    made = NeuronExperts(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None).eval()
+    build = partial(LedNeurons, lead=lead) if is_led else NeuronExperts
+    made = build(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None).eval()
     made.centre.normal_(std=0.1)
     if selector == "fixed":
         made.order.copy_(torch.randperm(experts))
-    else:
+    elif selector == "mlp":
         for parameter in made.selector.parameters():
             parameter.normal_()
     return made
@@ -90,7 +100,7 @@ def rows_of(device: torch.device, sizes: tuple[int, int, int], repeats: int) -> 
                     rows.append(
                         f"| {device.type} | {'SwiGLU' if gated else 'GELU'} | {str(dtype).removeprefix('torch.')} "
                         f"| {tokens} | {keep:.0%} | {unit * 1e3:.2f} ms "
-                        f"| {ratios['mlp']:.2f} ({low:.2f} to {high:.2f}) "
+                        f"| {ratios['projection']:.2f} | {ratios['mlp']:.2f} ({low:.2f} to {high:.2f}) "
                         f"| {ratios['fixed']:.2f} | {f'<= {keep + MARGIN:.2f}' if tokens == 1 else ''} | {verdict} |"
                     )
                     print(rows[-1], file=sys.stderr, flush=True)
@@ -112,8 +122,8 @@ def main() -> None:
         f"one thread of {processor()} ({torch.backends.cpu.get_cpu_capability()}), load {os.getloadavg()[0]:.1f}.",
         f"Hidden {sizes[0]}, {sizes[1]} neurons, {sizes[2]} experts; time / time of the dense network.",
         "",
-        "| device | network | dtype | tokens | keep | dense | selector (rounds) | fixed | wanted | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| device | network | dtype | tokens | keep | dense | projection | selector (rounds) | fixed | wanted | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *(row for device in devices for row in rows_of(device, sizes, repeats)),
     ]
     publish(lines, options.output)

@@ -26,12 +26,15 @@ from moetool.job.execute import run_stage
 from moetool.measure.predictions import HiddenTokens, window_loss
 from moetool.moefy.options import MoefyOptions
 from moetool.runtime.loading import load_model
+from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.moefied import set_keep
 from moetool.stages import stages
 
 KEEP = (0.35, 0.5, 0.75, 0.85)
+DEFAULT = "moetool's default"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "moetool's default": ("g-moefication", {}),
+    DEFAULT: ("g-moefication", {"experts": None}),
+    "experts, selectors": ("g-moefication", {}),
     "G-MoEfication": ("g-moefication", {"as_published": True}),
     "MoEfication": ("moefication", {"as_published": True}),
     "random + representative values": ("g-moefication", {"as_published": True, "selector": "random"}),
@@ -62,6 +65,13 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) if len(values) > 1 else 0:.2f}"
 
 
+def as_many(model: Any, keep: float) -> float:
+    """The share of the neurons with which a network that computes one projection of all of them multiplies as often as
+    one that computes the share `keep` of all matrices."""
+    roles = len(next(module for module in model.modules() if isinstance(module, LedNeurons)).names)
+    return (keep * roles - 1) / (roles - 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("model", "calibration", "test"):
@@ -90,7 +100,7 @@ def main() -> None:
         for name, (stage, choice) in METHODS.items():
             if options.only not in (None, name):
                 continue
-            found: dict[float, list[float]] = {keep: [] for keep in KEEP}
+            found, computed = ({keep: list[float]() for keep in KEEP} for _ in range(2))
             captured = []
             for seed in range(options.seeds):
                 output = Path(directory) / f"{stage}-{seed}-{len(lines)}"
@@ -99,13 +109,12 @@ def main() -> None:
                     options.model,
                     output,
                     MoefyOptions(
-                        experts=options.experts,
                         keep=0.5,
                         calibration=options.calibration,
                         samples=options.samples,
                         sequence_length=options.length,
                         seed=seed,
-                        **choice,
+                        **{"experts": options.experts, **choice},
                     ),
                 )
                 assert isinstance(made.details, ConversionResult)
@@ -116,9 +125,18 @@ def main() -> None:
                 for keep in KEEP:
                     set_keep(model, keep)
                     found[keep].append(judge(model))
+                if name == DEFAULT:
+                    for keep in KEEP:
+                        if (same := as_many(model, keep)) > 0:
+                            set_keep(model, same)
+                            computed[keep].append(judge(model))
             energy = "" if math.isnan(captured[0]) else f"{statistics.mean(captured):.1%}"
             lines.append(f"| {name} | " + " | ".join(spread(found[keep]) for keep in KEEP) + f" | {energy} |")
             print(lines[-1], flush=True)
+            if name == DEFAULT:
+                cells = [spread(computed[keep]) if computed[keep] else "" for keep in KEEP]
+                lines.append(f"| the same, with as many multiplications | {' | '.join(cells)} | |")
+                print(lines[-1], flush=True)
     if options.output is not None:
         options.output.write_text("\n".join([f"# {Path(options.model).name}, moefied", "", *lines, ""]))
 

@@ -35,10 +35,12 @@ from moetool.calibration.activations import ActivationFile
 from moetool.calibration.windows import load_tokenizer, sample_windows
 from moetool.moefy.clusters import Moefied
 from moetool.quiet import quiet
+from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 
 FOUR = ("--experts", 4, "--keep", 0.5)
+LED = ("--keep", 0.5)  # by a projection, of all neurons
 LAYERS = 3
 
 
@@ -95,19 +97,22 @@ def masked_reference(model: Any) -> None:
 # -- with all experts it computes what the dense model computed, with fewer what the masked sum is
 
 
+@pytest.mark.parametrize("options", [FOUR, LED])
 @pytest.mark.parametrize(
     "family", sampled([*DENSE_FAMILIES, *MOEFY_FAMILIES], [*DENSE_STRUCTURES[1::2], *MOEFY_FAMILIES])
 )
 def test_every_family(
-    run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, family: str
+    run_cli: Any, dense: Any, moefy: Any, calibration: Any, tokens: Tensor, tmp_path: Path, family: str, options: Any
 ) -> None:
     source = dense(family)
-    made = moefy(source, *FOUR)
+    made = moefy(source, *options)
     assert made.told["proof"]["relative_logit_error"] < 1e-5
     assert made.told["proof"]["preserves"] is True
     model = load_whole(made.path)
     assert len(networks(model)) == LAYERS
-    assert all(network.kept == 2 for network in networks(model))
+    count = 4 if options == FOUR else networks(model)[0].intermediate
+    assert all((network.num_experts, network.kept) == (count, count // 2) for network in networks(model))
+    assert all(isinstance(network, LedNeurons) == (options == LED) for network in networks(model))
     with torch.inference_mode():
         expected, half = logits(source, tokens), model(input_ids=tokens).logits
         set_keep(model, 1.0)
@@ -120,30 +125,33 @@ def test_every_family(
     told = run_cli("inspect", made.path, "--json").json
     counts = {name: told["parameters"][name] for name in ("total", "active", "added")}
     assert counts == made.told["parameters"]
-    assert (told["experts"], told["top_k"], told["moe_layers"], told["hidden_size"]) == (4, 2, LAYERS, 32)
-    assert told["intermediate_size"] == 4 * networks(model)[0].size
-    plan = run_cli("moefy", source, tmp_path / "nowhere", *FOUR, *calibration, "--dry-run", "--json").json
+    assert (told["experts"], told["top_k"], told["moe_layers"], told["hidden_size"]) == (count, count // 2, LAYERS, 32)
+    assert told["intermediate_size"] == count * networks(model)[0].size
+    plan = run_cli("moefy", source, tmp_path / "nowhere", *options, *calibration, "--dry-run", "--json").json
     assert plan["output_bytes"] == weight_bytes(made.path) == made.told["bytes_after"]
     assert [plan[name] for name in ("parameters", "active_parameters", "added_parameters")] == list(counts.values())
     assert run_cli("verify", made.path).code == 0
 
 
+@pytest.mark.parametrize("options", [FOUR, LED])
 @pytest.mark.parametrize(
     "family", sampled(("llama", "gpt_neox", "opt", "falcon", "gpt_bigcode"), ("llama", "opt", "gpt_bigcode"))
 )
-def test_generation_takes_the_path_of_few_tokens(dense: Any, moefy: Any, tokens: Tensor, family: str) -> None:
+def test_generation_takes_the_path_of_few_tokens(
+    dense: Any, moefy: Any, tokens: Tensor, family: str, options: Any
+) -> None:
     """Cached, a token at a time: the masked sum again, and with all experts the dense model's own words."""
-    made = moefy(dense(family), *FOUR)
-    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    scored = {"output_logits": True, "return_dict_in_generate": True, **options}
+    made = moefy(dense(family), *options)
+    words = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    scored = {"output_logits": True, "return_dict_in_generate": True, **words}
     model, reference = load(made.path), load(made.path)
     masked_reference(reference)
     found, expected = (m.generate(tokens[:1, :6], **scored) for m in (model, reference))
     assert found.sequences.equal(expected.sequences)
     assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
     set_keep(model, 1.0)
-    plain = load(dense(family)).generate(tokens[:, :6], **options)
-    assert model.generate(tokens[:, :6], **options).equal(plain)
+    plain = load(dense(family)).generate(tokens[:, :6], **words)
+    assert model.generate(tokens[:, :6], **words).equal(plain)
 
 
 def test_more_experts_come_closer(llama: Path, moefy: Any, tokens: Tensor) -> None:
@@ -669,7 +677,8 @@ def refused(run_cli: Any, calibration: Any, tmp_path: Path) -> Callable[..., str
 
 OPTIONS: dict[str, tuple[str, list[str]]] = {
     "experts that do not divide": ("--experts 5", ["--experts 5", "48", "2, 3, 4, 6"]),
-    "the default number": ("", ["--experts 64", "48 neurons", "24, 48"]),
+    "experts of a projection": ("--selector projection --experts 8", ["--selector projection", "no --experts"]),
+    "the default number": ("--selector mlp", ["--experts 64", "48 neurons", "24, 48"]),
     "one expert": ("--experts 1", ["--experts 1", "2"]),
     "less than one": ("--experts 4 --keep 0.1", ["--keep 0.1", "4 experts", "0.25"]),
     "none": ("--experts 4 --keep 0", ["--keep 0"]),

@@ -13,6 +13,10 @@ from moetool.kernels import neurons
 from moetool.runtime.modules.networks import wide
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 
+# Chosen neurons of all tokens, in whole networks, up to which it is faster that kernels read each token's own than to
+# compute all neurons at once; as measured with scripts/benchmarks/moefied.py.
+_FEW, _FEW_IN_16_BITS = {torch.float32: 3.0}, 1.5
+
 
 class LedNeurons(NeuronExperts):
     """A feed-forward network of which every neuron is an expert, and one of its own projections chooses: the lead.
@@ -77,17 +81,20 @@ class LedNeurons(NeuronExperts):
 
     def _part(self, rows: Tensor, fetched: bool) -> Tensor:
         led = self._led(rows)
-        chosen = self._scores(led).topk(self.kept, dim=-1).indices
+        chosen = self._scores(led).topk(self.kept, dim=-1, sorted=self.on_selection is not None).indices
         if self.on_selection is not None:
             self.on_selection(chosen)
-        # A kernel reads the chosen neurons of each token; all neurons are read once.
-        is_few = len(rows) * self.kept <= self.num_experts
+        is_few = len(rows) * self.kept <= _FEW.get(rows.dtype, _FEW_IN_16_BITS) * self.num_experts
         if is_few and not fetched and not torch.is_grad_enabled() and self._has_kernels():
-            return self._where_they_lie(rows, led, chosen.sort(dim=-1).values)
+            return self._where_they_lie(rows, led, chosen)
         other = None if self.other is None else self._projected(rows, self.other)
-        residual = self._activations(led, other) - self.subtracted
-        left_out = torch.ones_like(residual, dtype=torch.bool).scatter_(1, chosen, False)
-        return F.linear(residual.masked_fill(left_out, 0), self.linear("down").weight).to(wide(rows))
+        residual = (self._activations(led, other) - self.subtracted).masked_fill(~self._are_chosen(chosen), 0)
+        return F.linear(residual, self.linear("down").weight).to(wide(rows))
+
+    def _are_chosen(self, chosen: Tensor) -> Tensor:
+        """`[tokens, intermediate]` bool."""
+        none = torch.zeros(len(chosen), self.intermediate, dtype=torch.bool, device=chosen.device)
+        return none.scatter_(1, chosen, True)
 
     def _has_kernels(self) -> bool:
         down = self.linear("down").weight
@@ -96,8 +103,8 @@ class LedNeurons(NeuronExperts):
         return neurons.takes(self._by_neuron()) and (self.other is None or neurons.takes(self._neurons(self.other)[0]))
 
     def _where_they_lie(self, rows: Tensor, led: Tensor, chosen: Tensor) -> Tensor:
-        """The neurons of each token, `[tokens, k]` in ascending order, read where they lie in memory."""
-        other = None
+        """The neurons of each token, `[tokens, k]`, read where they lie in memory, in that order."""
+        chosen, other = self._are_chosen(chosen).nonzero()[:, 1].view_as(chosen), None
         if self.other is not None:
             weight, bias = self._neurons(self.other)
             other = neurons.chosen_dots(weight, chosen, rows)
