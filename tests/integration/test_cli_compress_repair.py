@@ -44,7 +44,7 @@ def test_it_gives_what_the_two_commands_give(
     assert all(told["kl_after"][name] <= told["kl_before"][name] for name in told["kl_before"])
     assert {phase["name"] for phase in told["phases"]} >= {"Original", "Repair"}
     assert not (tmp_path / "out-unrepaired").exists()
-    assert f"after {method}, then repair" in (tmp_path / "out" / "README.md").read_text()
+    assert f"after {method}, trained to predict as its original" in (tmp_path / "out" / "README.md").read_text()
 
     assert run_cli(*words(method, tmp_path / "small")).code == 0
     repair = ("repair", tmp_path / "small", tmp_path / "by-hand", "--to", tiny_mixtral)
