@@ -5,12 +5,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sealed import write_sealed
-from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.version import __version__
 
@@ -176,7 +174,7 @@ def manifest_of(directory: Path) -> Manifest | None:
 def noted_in(checkpoint: Checkpoint) -> Path:
     """The directory with a checkpoint's manifest: that of the export for a GGUF file that moetool wrote, else its own.
     Raises as `read_manifest`."""
-    file = gguf_in(local_path(checkpoint.source))
+    file = checkpoint.gguf_file
     manifest = None if file is None else manifest_of(file.parent)
     return checkpoint.path if file is None or manifest is None or file.name not in manifest.files else file.parent
 

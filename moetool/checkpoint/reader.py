@@ -101,9 +101,14 @@ class Checkpoint:
         return opened
 
     @property
+    def gguf_file(self) -> Path | None:
+        """The GGUF file that it was read from; `None` of any other checkpoint."""
+        return gguf_in(local_path(self.source))
+
+    @property
     def gguf_bytes(self) -> int | None:
-        """Bytes of the GGUF file that it was read from; `None` of any other checkpoint."""
-        return None if (file := gguf_in(local_path(self.source))) is None else file.stat().st_size
+        """Bytes of that file."""
+        return None if (file := self.gguf_file) is None else file.stat().st_size
 
     @property
     def given_bytes(self) -> int:

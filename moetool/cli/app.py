@@ -32,6 +32,16 @@ class FrontCommand(HintingCommand):
 
     words: tuple[str, ...] = ()
 
+    def others(self, option: str) -> list[str]:
+        forms_of, records = table()["forms"], table()["parameters"]
+        name = option.removeprefix("--").replace("-", "_")
+        having = {n for n, record in enumerate(records) if record["name"] == name and not record.get("argument")}
+        return [
+            other
+            for other, forms in forms_of.items()
+            if other != self.name and any(not having.isdisjoint(indices) for indices in forms.values())
+        ]
+
     def invoke(self, ctx: Any) -> Any:
         command = imported(ctx.info_name, self.words)
         with command.make_context(ctx.info_name, list(self.words), parent=ctx.parent) as own:
@@ -65,7 +75,7 @@ def front(name: str, arguments: Sequence[str]) -> HintingCommand:
     summary = summary_of(name, words, own, table()["summaries"][own]) if own else None
     command = command_of(name, lambda **_: None, parameters, FrontCommand, form=own, summary=summary)
     assert isinstance(command, FrontCommand)
-    command.words, command.elsewhere, command.others = words, _elsewhere(name), _others(name)
+    command.words, command.elsewhere = words, _elsewhere(name)
     return command
 
 
@@ -104,18 +114,6 @@ def _elsewhere(command: str) -> dict[str, str]:
             record = table()["parameters"][index]
             places.setdefault("--" + record["name"].replace("_", "-"), []).append(form)
     return {option: f"--{CHOICES[command][0]} {' or '.join(forms)}" for option, forms in places.items()}
-
-
-def _others(command: str) -> dict[str, list[str]]:
-    """By option, the other commands that have it."""
-    found: dict[str, list[str]] = {}
-    for other, forms in table()["forms"].items():
-        for index in dict.fromkeys(index for indices in forms.values() for index in indices):
-            record = table()["parameters"][index]
-            named = found.setdefault("--" + record["name"].replace("_", "-"), [])
-            if other not in (command, *named) and not record.get("argument"):
-                named.append(other)
-    return found
 
 
 def offered(names: Callable[[], Iterable[str]]) -> Offer:

@@ -34,17 +34,19 @@ class HintingCommand(TyperCommand):
     Attributes:
         form: the value of `--method` or `--format` that was typed or is the default; empty if there is no such option.
         elsewhere: what to type for options that only other forms of the command have, by option.
-        others: names of the other commands that have an option, by option.
         parameters: arguments and options, in order.
         shows_all: whether `--help` shows the options that many commands share.
     """
 
     form: str = ""
     elsewhere: Mapping[str, str] = MappingProxyType({})
-    others: Mapping[str, Sequence[str]] = MappingProxyType({})
     parameters: tuple[inspect.Parameter, ...] = ()
     shows_all: bool = False
     _left: dict[str, int]
+
+    def others(self, option: str) -> Sequence[str]:
+        """Name the other commands that have an option, as far as they are known."""
+        return ()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, the options that most want, the other ones of the command itself, and with `--help-all` those that
@@ -100,7 +102,7 @@ class HintingCommand(TyperCommand):
                 if there:
                     hint += f" {option if hint else 'It'} exists with {there}."
                 hint = hint or ours(self.name or "", option, known, arguments) or did_you_mean(option, known)
-                hint = hint or belongs_to(self.others.get(option, ()))
+                hint = hint or belongs_to(self.others(option))
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
                 error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))

@@ -202,7 +202,7 @@ def _lead(
     same_input: bool,
     named: str | None,
 ) -> Result:
-    """What the first process does, or the only one."""
+    """Run a job in its first process, or in the only one."""
     began = time.monotonic()
     opened = kind.opened(Checkpoint.open(source))
     check_records(opened)

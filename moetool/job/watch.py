@@ -105,7 +105,7 @@ class Watch:
         return has_all
 
     def leave(self) -> None:
-        """Watch no longer: the job is done."""
+        """Stop watching the other processes, once the job is done."""
         self.has_left.set()
         signal.signal(ALERT, self._previous)
 

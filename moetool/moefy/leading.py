@@ -4,13 +4,17 @@ An activation is a product, of the activated gate and of up. Either is known for
 tells much of how large the product will be; which of the two tells more differs by layer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from moetool.format.kinds.moefied import Lead
 from moetool.moefy.statistics import SampledNetwork
+
+_OTHERS: Mapping[Lead, Lead] = MappingProxyType({"gate": "up", "up": "gate"})
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,9 @@ def leading_projection(network: SampledNetwork, chosen: int) -> Leading:
     for factors in network.factors():
         for lead, value in factors.items():
             squares[lead] = squares.get(lead, 0) + value.double().square().sum(0)
-    prices = {lead: norms * _multiplied(squares, lead) / len(network.inputs) for lead in squares}
-    if len(prices) == 1:
-        prices = dict.fromkeys(prices, norms)  # the activation itself
+    prices = dict.fromkeys(squares, norms)  # without a gate, of the activation itself
+    if len(squares) == 2:
+        prices = {lead: norms * squares[other] / len(network.inputs) for lead, other in _OTHERS.items()}
     choices = [_Choice(lead, price, chosen) for lead, price in prices.items()]
     for factors in network.factors():
         activations = torch.stack([*factors.values()]).double().prod(0)
@@ -52,11 +56,6 @@ def leading_projection(network: SampledNetwork, chosen: int) -> Leading:
         for choice in choices:
             choice.see(factors[choice.lead], activations, energy, best)
     return max((choice.found(len(network.inputs)) for choice in choices), key=lambda found: found.captured)
-
-
-def _multiplied(squares: dict[Lead, Tensor], lead: Lead) -> Tensor:
-    """Sums of squares of what a projection is multiplied by."""
-    return next((value for other, value in squares.items() if other != lead), squares[lead])
 
 
 class _Choice:

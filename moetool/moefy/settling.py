@@ -73,34 +73,24 @@ class Settling:
         self, network: SampledNetwork, tensors: Mapping[str, Tensor], mean: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """What every expert contributes to the sampled tokens, `[tokens, experts]`, and how sparse activations are."""
-        order, parts, small, small_centred = tensors["order"].to(network.device), [], 0, 0
+        order, parts, sparsity = tensors["order"].to(network.device), [], _Sparsity(mean)
         for unordered in network.activations():
             activations = unordered[:, order]
             parts.append(expert_scores(activations, tensors["centre"].to(activations), self.experts))
-            small += _count_small(activations)
-            small_centred += _count_small(activations - mean.to(activations))
-        scores = torch.cat(parts)
-        count = len(scores) * len(order)
-        return scores, {
-            "soft_sparsity": round(small / count, 6),
-            "soft_sparsity_centred": round(small_centred / count, 6),
-        }
+            sparsity.see(activations)
+        return torch.cat(parts), sparsity.told()
 
     def _led(self, network: SampledNetwork, mean: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Neurons as they are, each an expert, and the projection that chooses among them."""
-        found = leading_projection(network, self._chosen)
-        small, small_centred, ordered = 0, 0, mean.float().to(network.device)
+        sparsity = _Sparsity(mean.float())
         for activations in network.activations():
-            small += _count_small(activations)
-            small_centred += _count_small(activations - ordered.to(activations.dtype))
-        count = len(network.inputs) * len(mean)
+            sparsity.see(activations)
+        found = leading_projection(network, self._chosen)
         return {
             "order": torch.arange(len(mean)),
             "centre": found.centre.float().cpu() if self.keeps_means else torch.zeros(len(mean)),
             f"{found.lead}_price": found.price.cpu(),
-        }, {
-            "soft_sparsity": round(small / count, 6),
-            "soft_sparsity_centred": round(small_centred / count, 6),
+        }, sparsity.told() | {
             "captured": found.captured,
             "captured_by_oracle": found.best,
             "selector_accuracy": found.accuracy,
@@ -152,6 +142,27 @@ def mean_where_left_out(
         times += left_out.sum(0).double().cpu()
     every = times.repeat_interleave(len(order) // experts)
     return torch.where(every > 0, total / every.clamp_min(1), mean.double()).float()
+
+
+class _Sparsity:
+    """Counter of activations near zero, and near their neuron's mean `[intermediate]`."""
+
+    def __init__(self, mean: Tensor) -> None:
+        self._mean = mean
+        self._count = self._small = self._small_centred = 0
+
+    def see(self, activations: Tensor) -> None:
+        """Count those of some tokens, `[tokens, intermediate]`."""
+        self._count += activations.numel()
+        self._small += _count_small(activations)
+        self._small_centred += _count_small(activations - self._mean.to(activations))
+
+    def told(self) -> dict[str, float]:
+        """Shares of all, by the names of `Activations`."""
+        return {
+            "soft_sparsity": round(self._small / self._count, 6),
+            "soft_sparsity_centred": round(self._small_centred / self._count, 6),
+        }
 
 
 def _count_small(activations: Tensor) -> int:

@@ -47,7 +47,7 @@ from moetool.runtime.dense import DenseModel
 COUNTED_LENGTH = 128
 
 _EXPERTS = 64  # per layer, where no projection chooses
-_COPIES = 12  # of fp32 numbers, of the activations of a chunk of tokens
+_COPIES, _COPIES_TO_JUDGE = 4, 12  # in fp32, of the activations of some tokens; the latter to judge projections
 _SEEN = 6  # times that activations of the sample are computed, or what takes as long
 
 
@@ -184,9 +184,10 @@ class Moefy(Conversion[MoefyOptions]):
         return boundaries + 4 * waiting * self._sampled_tokens * dense.hidden
 
     def _memory_bytes(self) -> int:
-        options, dense, tokens = self.options, self.dense, self._sampled_tokens
-        scores = 2 * self._experts if self._clustered_width or options.baseline == "snip" else 0
-        sampled = 4 * tokens * (3 * dense.hidden + scores) + _COPIES * 4 * CHUNK * dense.intermediate
+        dense, tokens = self.dense, self._sampled_tokens
+        is_led = self._selector == "projection"
+        scores, copies = (0, _COPIES_TO_JUDGE) if is_led else (2 * self._experts, _COPIES)
+        sampled = 4 * tokens * (3 * dense.hidden + scores) + copies * 4 * CHUNK * dense.intermediate
         clustering = 3 * 4 * dense.intermediate * self._clustered_width
         return super()._memory_bytes() + sampled + clustering
 

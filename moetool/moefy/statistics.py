@@ -3,7 +3,7 @@
 Activations are those of that input: after the activation function, and of a gated network after the product.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, cast
 
@@ -129,23 +129,26 @@ class SampledNetwork:
     def activations(self, every: int = 1) -> Iterator[Tensor]:
         """Activations `[up to CHUNK, intermediate]` on the sample, or on one of `every` so many of its tokens, computed
         anew, one part after the other."""
-        for activations, _ in self._runs(every):
+        for activations, _ in self._runs((), every):
             yield activations
 
     @torch.no_grad()
     def factors(self) -> Iterator[dict[Lead, Tensor]]:
         """What activations on the sample are products of, `[up to CHUNK, intermediate]` each, one part after the other:
         the activated gate, and up; without a gate up, activated."""
-        for activations, projected in self._runs():
-            if not self._is_gated:
+        if not self._is_gated:
+            for activations in self.activations():
                 yield {"up": activations}
-                continue
+            return
+        # A module of its own in every family with gates.
+        activation = network_in(self._layer.get_submodule(self._architecture.ffn)).activation
+        for _, projected in self._runs(self._entering):
             gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
-            yield {"gate": self._activation(gate), "up": up}
+            yield {"gate": activation(gate), "up": up}
 
     @torch.no_grad()
-    def _runs(self, every: int = 1) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Activations, and what the projections before them gave, gate before up."""
+    def _runs(self, noted: Sequence[nn.Module], every: int = 1) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Activations, and what the `noted` linear layers before them gave."""
         found: list[Tensor] = []
 
         def see(_: nn.Module, inputs: tuple[Tensor, ...]) -> NoReturn:
@@ -158,20 +161,15 @@ class SampledNetwork:
             projected[module] = output.detach()[0]
 
         handles = [self._down.register_forward_pre_hook(see)]
-        handles += [linear.register_forward_hook(note) for linear in self._entering]
+        handles += [linear.register_forward_hook(note) for linear in noted]
         try:
             for rows in self.inputs[::every].split(CHUNK):
                 with suppress(_SeenError):
                     self._run(rows[None])
-                yield found.pop(), [projected[linear] for linear in self._entering]
+                yield found.pop(), [projected[linear] for linear in noted]
         finally:
             for handle in handles:
                 handle.remove()
-
-    @property
-    def _activation(self) -> Callable[[Tensor], Tensor]:
-        """The activation function of a gated network, which is a module of its own in every family."""
-        return network_in(self._layer.get_submodule(self._architecture.ffn)).activation
 
     def _run(self, rows: Tensor) -> None:
         """The network alone on `[1, rows, hidden]`, as far as its down matrix."""

@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 
 from moetool.architectures.dense import is_encoder
-from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.model import GgufSource
 from moetool.format.kinds import custom_module
@@ -62,7 +60,7 @@ class GgufInput:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "GgufInput":
         """Open one by what it is read as. Raises `InvalidInputError` for a family that moetool does not write."""
-        file = gguf_in(local_path(checkpoint.source))
+        file = checkpoint.gguf_file
         assert file is not None
         return cls(checkpoint, GgufSource.of(checkpoint), file)
 
@@ -77,7 +75,7 @@ RepairedSource = Source | MoefiedSource | GgufInput
 
 def repaired_source(checkpoint: Checkpoint) -> RepairedSource:
     """Open the input of a repair. Raises `InvalidInputError` for what is no MoE model, moefied model or GGUF file."""
-    if checkpoint.gguf_bytes is not None:
+    if checkpoint.gguf_file is not None:
         return GgufInput.of(checkpoint)
     if isinstance(custom_module(checkpoint.config), MoefiedSpec):
         return MoefiedSource.of(checkpoint)

@@ -60,10 +60,11 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)
-    manifest = manifest_of(noted_in(checkpoint))
+    noted = noted_in(checkpoint)
+    manifest = manifest_of(noted)
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
-    jobs = kept_runs(noted_in(checkpoint), manifest, recorded)
-    notes = [] if (untold := without_costs(noted_in(checkpoint), manifest)) is None else [untold]
+    jobs = kept_runs(noted, manifest, recorded)
+    notes = [] if (untold := without_costs(noted, manifest)) is None else [untold]
     if options.analysis and experts is None:
         notes.append("There is no analysis: this model has no experts that are whole networks.")
     elif options.analysis and inspection is not None:

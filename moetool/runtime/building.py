@@ -131,7 +131,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
 
     Raises:
         InvalidInputError: transformers cannot build the model, a tensor has another shape than promised, is missing
-            in some layers or has no place in its layer, or most of what is promised is not there.
+            in some layers or has no place in its module, or most of what is promised is not there.
     """
     if is_quantized_elsewhere(checkpoint.config):
         return  # another tool's: only that knows what becomes of its tensors

@@ -20,7 +20,6 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,8 +64,8 @@ def moefied(ffn: FFN, experts: int, selector: SelectorKind) -> NeuronExperts:
         leads=(lead,) if is_led else (),
     )
     names: Any = {role: role for role in roles}
-    build = partial(LedNeurons, lead=lead) if is_led else NeuronExperts
-    made = build(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None).eval()
+    build = LedNeurons if is_led else NeuronExperts
+    made = build(copy.deepcopy(ffn), names, ffn.act_fn, hidden, intermediate, described, None, described.lead(0)).eval()
     made.centre.normal_(std=0.1)
     if selector == "fixed":
         made.order.copy_(torch.randperm(experts))

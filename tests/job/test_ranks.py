@@ -12,6 +12,17 @@ import torch
 
 from moetool.job.ranks import Ranks
 
+# How both scripts end: each process writes what it has found, and the first waits for the second.
+ENDING = """
+except MoetoolError as error:
+    found["error"] = [type(error).__name__, str(error)]
+except SystemExit as error:
+    found["error"] = error.code
+open(f"{sys.argv[1]}.{os.environ['RANK']}", "w").write(json.dumps(found))
+if os.environ["RANK"] == "0":
+    os.wait()
+"""
+
 TWO = """
 import json, os, sys
 import torch
@@ -42,13 +53,6 @@ try:
             raise InvalidInputError("it is bad")
         while True:  # as long work would
             sum(range(1000))
-except MoetoolError as error:
-    found["error"] = [type(error).__name__, str(error)]
-except SystemExit as error:
-    found["error"] = error.code
-open(f"{sys.argv[1]}.{os.environ['RANK']}", "w").write(json.dumps(found))
-if os.environ["RANK"] == "0":
-    os.wait()
 """
 
 # A Trainer's: the second fails before the Trainer connects them, or while the first waits for it there, or where that
@@ -81,13 +85,6 @@ try:
         if sys.argv[2] == "stuck":
             ctypes.CDLL(None).sleep(1000)
         ranks.barrier() if sys.argv[2] == "early" else dist.barrier()
-except MoetoolError as error:
-    found["error"] = [type(error).__name__, str(error)]
-except SystemExit as error:
-    found["error"] = error.code
-open(f"{sys.argv[1]}.{os.environ['RANK']}", "w").write(json.dumps(found))
-if os.environ["RANK"] == "0":
-    os.wait()
 """
 
 
@@ -109,7 +106,7 @@ def _run(script: str, told: Path, *arguments: str) -> subprocess.CompletedProces
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, str(told), *arguments]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script + ENDING, str(told), *arguments]
     environment = {**os.environ, **there}
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
 

@@ -23,7 +23,7 @@ CENTRE, PRICE, FIRST, SECOND, ORDER = "centre", "price", "selector.first.weight"
 
 def is_selector(name: str) -> bool:
     """Whether a tensor of floating point is of what selects experts, by its name on disk or in memory."""
-    return name.endswith((PRICE, FIRST, SECOND))
+    return name.endswith((f".{PRICE}", FIRST, SECOND))
 
 
 class MoefiedSpec(CustomModule):

@@ -1,14 +1,12 @@
 """Neurons of a dense feed-forward network, each an expert of its own, that one of the network's projections chooses."""
 
-from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from moetool.architectures.shape import Role
-from moetool.format.kinds.moefied import Lead, MoefiedSpec
+from moetool.format.kinds.moefied import Lead
 from moetool.kernels import neurons
 from moetool.runtime.modules.networks import wide
 from moetool.runtime.modules.neuron_experts import NeuronExperts
@@ -26,34 +24,19 @@ class LedNeurons(NeuronExperts):
 
     Attributes:
         lead: `gate` (activated) or `up`.
+        other: what it is multiplied by; `None` without a gate.
         price: `[intermediate]`, the mean square of what the lead is multiplied by, times ‖W2[:, j]‖².
     """
 
+    lead: Lead
     price: Tensor
     kept_wide: ClassVar[tuple[str, ...]] = ("centre", "price")
 
-    def __init__(
-        self,
-        ffn: nn.Module,
-        names: Mapping[Role, str],
-        act_fn: Callable[[Tensor], Tensor],
-        hidden: int,
-        intermediate: int,
-        spec: MoefiedSpec,
-        expected: str | None,
-        lead: Lead,
-    ) -> None:
-        """As for `NeuronExperts`. Raises `ValueError` for experts of more than one neuron, and a lead that the network
-        does not have."""
-        super().__init__(ffn, names, act_fn, hidden, intermediate, spec, expected)
-        if self.size != 1:
-            raise ValueError(f"{self.num_experts} experts are not one for each of the {intermediate} neurons")
-        if lead not in names:
-            raise ValueError(f"{lead} should choose neurons, which the network lacks")
-        self.lead: Lead = lead
-        self.other: Lead | None = ("up" if lead == "gate" else "gate") if "gate" in names else None
-        down = self.linear("down").weight
-        self.register_buffer("price", torch.ones(intermediate, device=down.device, dtype=wide(down)))
+    @property
+    def other(self) -> Lead | None:
+        if "gate" not in self.names:
+            return None
+        return "up" if self.lead == "gate" else "gate"
 
     @torch.no_grad()
     def scores(self, rows: Tensor) -> Tensor:
@@ -88,13 +71,8 @@ class LedNeurons(NeuronExperts):
         if is_few and not fetched and not torch.is_grad_enabled() and self._has_kernels():
             return self._where_they_lie(rows, led, chosen)
         other = None if self.other is None else self._projected(rows, self.other)
-        residual = (self._activations(led, other) - self.subtracted).masked_fill(~self._are_chosen(chosen), 0)
+        residual = (self._activations(led, other) - self.subtracted).masked_fill(~self._used(chosen), 0)
         return F.linear(residual, self.linear("down").weight).to(wide(rows))
-
-    def _are_chosen(self, chosen: Tensor) -> Tensor:
-        """`[tokens, intermediate]` bool."""
-        none = torch.zeros(len(chosen), self.intermediate, dtype=torch.bool, device=chosen.device)
-        return none.scatter_(1, chosen, True)
 
     def _has_kernels(self) -> bool:
         down = self.linear("down").weight
@@ -104,7 +82,7 @@ class LedNeurons(NeuronExperts):
 
     def _where_they_lie(self, rows: Tensor, led: Tensor, chosen: Tensor) -> Tensor:
         """The neurons of each token, `[tokens, k]`, read where they lie in memory, in that order."""
-        chosen, other = self._are_chosen(chosen).nonzero()[:, 1].view_as(chosen), None
+        chosen, other = self._used(chosen).nonzero()[:, 1].view_as(chosen), None
         if self.other is not None:
             weight, bias = self._neurons(self.other)
             other = neurons.chosen_dots(weight, chosen, rows)

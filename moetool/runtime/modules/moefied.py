@@ -1,7 +1,6 @@
 """A dense model whose feed-forward networks are split into experts of neurons: built, and told how many to use."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -48,8 +47,8 @@ def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec
         expected = dense.placeholder.removesuffix("weight").removesuffix(".")
         act_fn, lead = unowned(network.activation), spec.lead(number)
         hidden, intermediate = down.get_parameter("weight").shape
-        build = NeuronExperts if lead is None else partial(LedNeurons, lead=lead)
-        experts = build(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected)
+        build = NeuronExperts if lead is None else LedNeurons
+        experts = build(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected, lead)
         experts.dropout, experts.factor, experts.adds = network.dropout, network.factor, network.adds
         model.set_submodule(taken.path, experts)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.shape import Role
-from moetool.format.kinds.moefied import MoefiedSpec
+from moetool.format.kinds.moefied import Lead, MoefiedSpec
 from moetool.runtime.modules.inference import numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import add_placeholder
 from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, dropout_of, wide
@@ -80,6 +80,7 @@ class NeuronExperts(SplitFFN):
         intermediate: int,
         spec: MoefiedSpec,
         expected: str | None,
+        lead: Lead | None = None,
     ) -> None:
         """Build around `ffn`, on its device and in its dtype.
 
@@ -93,9 +94,11 @@ class NeuronExperts(SplitFFN):
             spec: how many experts, what share of them, and the selector: `oracle` is the true Σ (a − r)² per expert,
                 from all activations, for measuring only; `fixed` takes the first of the buffer `order`.
             expected: path of a weight that others expect, if there is one.
+            lead: the projection that chooses, where one does.
 
         Raises:
-            ValueError: the experts do not divide the neurons, or a matrix has another shape.
+            ValueError: the experts do not divide the neurons, a matrix has another shape, a lead is none of the
+                network's projections, or has experts of more than one neuron to choose.
         """
         super().__init__(ffn, names, act_fn, hidden, intermediate, spec.experts)
         self.selector_kind = spec.selector
@@ -111,6 +114,9 @@ class NeuronExperts(SplitFFN):
             elif self.selector_kind == "fixed":
                 self.register_buffer("order", torch.arange(self.num_experts))
                 self.index_limits = {"order": self.num_experts}
+            elif lead is not None:
+                self.lead = _checked(lead, names, self.num_experts, intermediate)
+                self.register_buffer("price", torch.ones(intermediate, dtype=wide(like)))
         if expected is not None:
             add_placeholder(self, expected, like)
         self.register_load_state_dict_post_hook(_forget)
@@ -196,7 +202,7 @@ class NeuronExperts(SplitFFN):
         return self._selected(rows, chosen, fetched)
 
     def _selected(self, rows: Tensor, chosen: Tensor, fetched: bool) -> Tensor:
-        """The same, of these experts."""
+        """Compute `_part` for the experts `chosen [tokens, kept]`."""
         rule = _RULES.get(rows.dtype, _RULE_IN_16_BITS)
         share = self.kept / self.num_experts
         is_few = len(rows) * share <= rule.few
@@ -260,6 +266,14 @@ class NeuronExperts(SplitFFN):
 
     def extra_repr(self) -> str:
         return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"
+
+
+def _checked(lead: Lead, names: Mapping[Role, str], experts: int, neurons: int) -> Lead:
+    if experts != neurons:
+        raise ValueError(f"{experts} experts are not one for each of the {neurons} neurons")
+    if lead not in names:
+        raise ValueError(f"{lead} should choose neurons, which the network lacks")
+    return lead
 
 
 def _forget(module: NeuronExperts, _: object) -> None:
