@@ -12,7 +12,7 @@
 #include "vectors.h"
 
 // As moetool/kernels/operands.py numbers them.
-enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES8, NF4, INT8, SPARSE, TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED };
+enum Form : int64_t { NONE, F32, BF16, F16, CODES1, CODES2, CODES3, CODES4, CODES5, CODES6, CODES8, NF4, INT8, SPARSE, TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED };
 
 // From ADDED on come the forms that are one header each (forms/__init__.py), by the template `Added<number from there>`.
 struct Operand {            // one stored matrix [rows, columns]
@@ -43,8 +43,8 @@ static inline float scale(const Operand& m, long index) {
 template <int N> struct Added;
 #include "added_forms.h"
 #define FORMS(each) \
-  each(F32) each(BF16) each(F16) each(CODES1) each(CODES2) each(CODES3) each(CODES4) each(CODES8) each(NF4) each(INT8) \
-  each(TRELLIS1) each(TRELLIS2) each(TRELLIS3) each(TRELLIS4) ADDED_FORMS(each)
+  each(F32) each(BF16) each(F16) each(CODES1) each(CODES2) each(CODES3) each(CODES4) each(CODES5) each(CODES6) each(CODES8) \
+  each(NF4) each(INT8) each(TRELLIS1) each(TRELLIS2) each(TRELLIS3) each(TRELLIS4) ADDED_FORMS(each)
 static float added_number(const Operand& m, long row, long column) {
 #define EACH(F) case F: return Added<F - ADDED>::number(m, row, column);
   switch (m.form) { ADDED_FORMS(EACH) }
@@ -53,25 +53,35 @@ static float added_number(const Operand& m, long row, long column) {
 }
 constexpr bool in_trellis(Form f) { return f >= TRELLIS1 && f < ADDED; }
 constexpr int bits(Form f) {
-  return in_trellis(f) ? f - TRELLIS1 + 1 : f == CODES1 ? 1 : f == CODES2 ? 2 : f == CODES3 ? 3 : f == CODES4 || f == NF4 ? 4 : f == CODES8 ? 8 : 0;
+  return in_trellis(f) ? f - TRELLIS1 + 1 : f >= CODES1 && f <= CODES6 ? f - CODES1 + 1 : f == NF4 ? 4 : f == CODES8 ? 8 : 0;
 }
+// Codes that are whole numbers, of which the lowest is coded as 0.
+constexpr bool is_whole(Form f) { return bits(f) > 4; }
+constexpr int lowest(Form f) { return 1 - (1 << (bits(f) - 1)); }
 constexpr bool coded(Form f) { return bits(f) || f == INT8 || f >= ADDED; }
-constexpr bool looked_up(Form f) { return bits(f) && f != CODES8 && !in_trellis(f); }
+constexpr bool looked_up(Form f) { return bits(f) && !is_whole(f) && !in_trellis(f); }
 // Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
-constexpr int served(Form f) { return bits(f) == 4 && f != NF4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
+constexpr int served(Form f) { return bits(f) >= 4 && bits(f) < 8 && f != NF4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
+// Of 5 and 6 bits the bytes with the lower four of two rows each that share a byte with the bits above these.
+constexpr int sharing(Form f) { return f == CODES5 ? 4 : 2; }
 
 static bool aligned(const Operand& m) {
   if (m.form == SPARSE || m.columns % W) return false;
   if (m.form >= CODES1 && (m.group % W || m.columns % m.group)) return false;  // those of NF4 may go over a row's end
   const Form form = (Form)m.form;
-  const long stripes = form == NF4 ? 1 : bits(form) == 2 ? 4 : bits(form) == 4 ? 2 : bits(form) % 2 ? 8 : 1;
+  const long stripes = form == NF4 ? 1 : bits(form) == 2 || bits(form) == 6 ? 4 : bits(form) == 4 ? 2 : bits(form) % 2 ? 8 : 1;
   return m.rows % stripes == 0;
+}
+// Where the lower four bits of a call's two rows lie, whose higher ones share bytes with those of the calls beside it.
+template <Form F> static inline long line(const Operand& m, long q) {
+  return q / sharing(F) + q % sharing(F) * (m.rows / (2 * sharing(F)));
 }
 // How many times `decode` is called for all rows, and which row its j-th vector belongs to.
 template <Form F> static inline long calls(const Operand& m) { return m.rows / served(F); }
 template <Form F> static inline long row_of(const Operand& m, long q, int j) {
   if (bits(F) == 1) return q / 2 + (4 * (q % 2) + j) * (m.rows / 8);
   if (bits(F) == 3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
+  if (F == CODES5 || F == CODES6) return line<F>(m, q) + j * (m.rows / 2);
   return q + j * (m.rows / served(F));
 }
 // The codes of a vector's columns from `column` on of the rows row_of(q, 0…); above them are those of neighbours.
@@ -95,6 +105,11 @@ template <Form F, class V> static inline void codes(const Operand& m, long q, lo
   if (F == CODES1) code = code >> (Number)(4 * (q % 2));
 #pragma GCC unroll 8
   for (int j = 0; j < served(F); j++) out[j] = code >> (Number)(j * bits(F));
+}
+// The codes of 5 or 6 bits that have their lower four bits in `low` and the others in `high`, of one of its rows.
+template <Form F> static inline vi joined(vi low, vi high, int row) {
+  constexpr int above = bits(F) - 4;
+  return (low & 15) | ((high >> (above * row) & ((1 << above) - 1)) << 4);
 }
 // The three bits of the rows that are `eighths` of all of them down from row q, from 16 columns on.
 static inline vi triple(const Operand& m, long q, int eighths, long column) {
@@ -123,9 +138,15 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   if (F == F32) { out[0] = load((const float*)m.data + q * n + column); return; }
   if (F == BF16) { out[0] = (vf)((vu)shorts((const uint16_t*)m.data + q * n + column) << 16); return; }
   if (F == F16) { out[0] = halves((const uint16_t*)m.data + q * n + column); return; }
+  if (F == CODES5 || F == CODES6) {
+    constexpr int calls = sharing(F);
+    const vi low = bytes(m.data + line<F>(m, q) * n + column), high = bytes(m.data + (m.rows / 2 + q / calls) * n + column);
+    for (int j = 0; j < 2; j++) out[j] = to_float(joined<F>(low >> (4 * j), high, (int)(q % calls) + calls * j) + lowest(F));
+    return;
+  }
   if (F == CODES8 || F == INT8) {
     vi code = bytes(m.data + q * n + column);
-    code = F == INT8 ? ((code ^ 128) - 128) : code - 127;
+    code = F == INT8 ? ((code ^ 128) - 128) : code + lowest(F);
     out[0] = to_float(code);
     return;
   }
@@ -155,6 +176,11 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
   if (in_trellis(F)) {
     const long own = bits(F) % 2 ? eighth : stripe;
     return gather(m.levels, windows<F>(m, row % own, (int)(row / own), column));
+  }
+  if (F == CODES5 || F == CODES6) {
+    const long half = m.rows / 2, part = half / sharing(F);
+    const vi low = bytes(m.data + row % half * n + column) >> (int)(row / half * 4);
+    return to_float(joined<F>(low, bytes(m.data + (half + row % part) * n + column), (int)(row / part)) + lowest(F));
   }
   if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
   vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));
@@ -204,8 +230,8 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
   } else if (m.form == INT8 || m.form == CODES8) {
     for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
   } else {
-    const vf levels = load(m.levels);
-    const int own = m.form == CODES1 ? 1 : m.form == CODES2 ? 2 : m.form == CODES3 ? 3 : 4;
+    const int own = bits((Form)m.form);
+    const vf levels = own > 4 ? vf{} : load(m.levels);
     int32_t codes[TILE + W];
     for (long start = 0; start < length; start += TILE) {
       const long part = std::min(TILE, length - start);
@@ -229,6 +255,7 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
         low += width;
       }
       long i = 0;
+      for (; own > 4 && i < part; i++) out[start + i] = codes[i] + lowest((Form)m.form);
       for (; i + W <= part; i += W) store(out + start + i, lookup(levels, load_int(codes + i)));
       for (; i < part; i++) out[start + i] = m.levels[codes[i]];
     }

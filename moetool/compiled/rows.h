@@ -55,13 +55,19 @@ static bool has_octets(const Operand* matrices, long count) {
   }
   return true;
 }
+// The call of `decode` that gives the i-th of them, of 5 and 6 bits every C-th from there on.
+template <Form F> static inline long octet_call(const Operand& m, long q, int i) {
+  if (F == CODES5) return 4 * q + i;
+  if (F == CODES6) return 2 * (q + i % 2 * (m.rows / 8)) + i / 2;
+  return F == CODES1 || F == CODES3 ? 2 * q + i : q + i * (m.rows / 8);
+}
 // What `get`, `decode` or `codes`, makes of the rows q, q + rows / 8, ….
 template <Form F, class V, class Get> static inline void octet(const Operand& m, long q, V* out, Get get) {
   constexpr int P = served(F), C = 8 / P;
 #pragma GCC unroll 8
   for (int i = 0; i < C; i++) {
     V w[P];
-    get(F == CODES1 || F == CODES3 ? 2 * q + i : q + i * (m.rows / 8), w);
+    get(octet_call<F>(m, q, i), w);
 #pragma GCC unroll 8
     for (int j = 0; j < P; j++) out[F == CODES1 ? 4 * i + j : C * j + i] = w[j];
   }
@@ -137,7 +143,7 @@ static void tabled_octets(const Operand m, const Operand base, long q, long begi
 template <Form F, Form BASE>
 static void best_octets(const Operand& m, const Operand& base, long q, long begin, long end, uint16_t* out, long apart) {
 #if defined(__AVX512BW__)
-  constexpr bool is_short = F != NF4 && F != CODES8 && BASE != BF16 && BASE != CODES8 && bits(F) + bits(BASE) <= 6;
+  constexpr bool is_short = F != NF4 && looked_up(F) && (!BASE || looked_up(BASE)) && bits(F) + bits(BASE) <= 6;
   if constexpr (is_short)
     if (m.group % (2 * W) == 0 && (!BASE || base.group % (2 * W) == 0))
       return tabled_octets<F, BASE>(m, base, q, begin, end, out, apart);
@@ -152,6 +158,8 @@ static void octets(const Operand& m, const Operand& base, long q, long begin, lo
     case CODES2: return best_octets<F, CODES2>(m, base, q, begin, end, out, apart);
     case CODES3: return best_octets<F, CODES3>(m, base, q, begin, end, out, apart);
     case CODES4: return best_octets<F, CODES4>(m, base, q, begin, end, out, apart);
+    case CODES5: return best_octets<F, CODES5>(m, base, q, begin, end, out, apart);
+    case CODES6: return best_octets<F, CODES6>(m, base, q, begin, end, out, apart);
     case CODES8: return best_octets<F, CODES8>(m, base, q, begin, end, out, apart);
   }
 }
@@ -162,6 +170,8 @@ static void octets(const Operand* matrices, long count, long q, long begin, long
     case CODES2: return octets<CODES2>(m, base, q, begin, end, out, apart);
     case CODES3: return octets<CODES3>(m, base, q, begin, end, out, apart);
     case CODES4: return octets<CODES4>(m, base, q, begin, end, out, apart);
+    case CODES5: return octets<CODES5>(m, base, q, begin, end, out, apart);
+    case CODES6: return octets<CODES6>(m, base, q, begin, end, out, apart);
     case CODES8: return octets<CODES8>(m, base, q, begin, end, out, apart);
     case NF4: return octets<NF4>(m, base, q, begin, end, out, apart);
   }

@@ -45,9 +45,9 @@ from moetool.representations.dense import Dense
 from moetool.representations.low_rank_sparse import LowRankSparse
 from moetool.representations.sparse import MagnitudeSparse, Sparse
 
-Bits = Literal[1, 2, 3, 4, 8]
+Bits = Literal[1, 2, 3, 4, 5, 6, 8]
 # In YAML a number of bits is a number.
-BaseBits = Annotated[Literal["1", "2", "3", "4", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
+BaseBits = Annotated[Literal["1", "2", "3", "4", "5", "6", "8", "nf4", "int8"], BeforeValidator(lambda bits: str(bits))]
 LoadBase = Callable[[int, Weights], LayerBase]
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
 
@@ -62,8 +62,8 @@ class BaseOptions(Options):
     )
     base_bits: BaseBits | None = Field(
         None,
-        description="Store the base quantized: in 1, 2, 3, 4 or 8 bits, or in bitsandbytes' formats nf4 and int8; "
-        "deltas then make up for its errors.",
+        description="Store the base quantized: in 1, 2, 3, 4, 5, 6 or 8 bits, or in bitsandbytes' formats nf4 and "
+        "int8; deltas then make up for its errors.",
     )
 
 

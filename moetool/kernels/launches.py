@@ -24,6 +24,7 @@ from moetool.kernels.operands import (
     operand_row,
 )
 from moetool.numerics import trellis
+from moetool.numerics.packing import rows_served
 from moetool.representations.operand import Operand, Products, by_positions
 
 SLOTS = OPERANDS * TERMS
@@ -142,8 +143,7 @@ def kind(operand: Operand) -> OperandKind:
     name = operand.kind if form >= ADDED else ""
     if name and decoder(name) is None:
         raise UnsupportedMatrixError(f"no kernel of cards reads '{name}'")
-    is_packed = operand.kind in ("codes", "trellis") and operand.bits < 8
-    stripes = trellis.rows_served(operand.bits) if is_packed else 1
+    stripes = rows_served(operand.bits) if operand.kind in ("codes", "trellis") else 1
     served = stripes if rows % stripes == 0 else 1
     aligned = columns % 16 == 0 and served == stripes and data % 16 == 0
     whole = group == columns or group % (COLUMNS_TRANSPOSED if transposed else COLUMNS) == 0

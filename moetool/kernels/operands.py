@@ -7,16 +7,16 @@ from torch import Tensor
 
 from moetool.compiled.compiler import added_forms
 from moetool.numerics import trellis
-from moetool.numerics.quantization import levels
+from moetool.numerics.quantization import is_whole, levels
 from moetool.representations.operand import Operand
 
 # As matrices.h has them.
 FIELDS, OPERANDS, TERMS = 11, 2, 3  # of an operand, of a term, of a matrix
 NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-CODES = {1: 4, 2: 5, 3: 6, 4: 7, 8: 8}
-TRELLIS = {1: 12, 2: 13, 3: 14, 4: 15}
-FORMS = {"nf4": 9, "int8": 10, "sparse": 11}
-ADDED = 16  # and the next ones: forms that are files of their own
+CODES = {1: 4, 2: 5, 3: 6, 4: 7, 5: 8, 6: 9, 8: 10}
+TRELLIS = {1: 14, 2: 15, 3: 16, 4: 17}
+FORMS = {"nf4": 11, "int8": 12, "sparse": 13}
+ADDED = 18  # and the next ones: forms that are files of their own
 _LEVELS = 16
 
 
@@ -79,7 +79,7 @@ def operand_levels(operand: Operand) -> Tensor | None:
     """
     if operand.kind == "trellis":
         return trellis.values(operand.bits, operand.data.device)
-    if operand.kind != "codes" or operand.bits == 8:
+    if operand.kind != "codes" or is_whole(operand.bits):
         return operand.levels
     return _levels(operand.bits, operand.data.device)
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 F32, BF16, F16 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-CODES1, CODES2, CODES3, CODES4, CODES8 = (tl.constexpr(4 + i) for i in range(5))
-NF4, INT8, SPARSE = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
-TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED = (tl.constexpr(12 + i) for i in range(5))
+CODES1, CODES2, CODES3, CODES4, CODES5, CODES6, CODES8 = (tl.constexpr(4 + i) for i in range(7))
+NF4, INT8, SPARSE = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+TRELLIS1, TRELLIS2, TRELLIS3, TRELLIS4, ADDED = (tl.constexpr(14 + i) for i in range(5))
 
 
 @triton.jit
@@ -87,6 +87,12 @@ def _codes(data, columns, height, stripe, row, column, mask, BITS: tl.constexpr,
     if BITS == 3:
         found = _lowest_two(data, columns, height, stripe, row, column, mask, 0, ALIGNED)
         found |= _third(data, columns, height, stripe, row, column, mask, 0, ALIGNED) << 2
+    elif BITS > 4:  # a plane of the lower four bits, and one of those above
+        PARTS: tl.constexpr = 4 if BITS == 5 else 2
+        low = _read(data, (row + stripe % PARTS * height) * columns + column, mask, ALIGNED).to(tl.int32)
+        high = _read(data, (row + PARTS * height) * columns + column, mask, ALIGNED).to(tl.int32)
+        found = (low >> (stripe // PARTS * 4)) & 0x0F0F0F0F
+        found |= ((high >> (stripe * (BITS - 4))) & (((1 << (BITS - 4)) - 1) * 0x01010101)) << 4
     else:
         found = _read(data, row * columns + column, mask, ALIGNED).to(tl.int32) >> (stripe * BITS)
         found &= ((1 << BITS) - 1) * 0x01010101
@@ -112,9 +118,13 @@ def _windows(data, columns, height, stripe, row, column, mask, BITS: tl.constexp
 
 
 @triton.jit
-def _looked_up(levels, places):
-    """Look numbers up in a table by the lowest byte of their state."""
-    return tl.load(levels + (places & 255))
+def _number(levels, places, BITS: tl.constexpr):
+    """What the lowest byte stands for: looked up in a table, or of more than 4 bits a whole number."""
+    if BITS > 4:
+        found = ((places & 255) - ((1 << (BITS - 1)) - 1)).to(tl.float32)
+    else:
+        found = tl.load(levels + (places & 255))
+    return found
 
 
 @triton.jit
@@ -122,10 +132,10 @@ def _few_bits(
     data, levels, rows, columns, first, start,
     FORM: tl.constexpr, ALIGNED: tl.constexpr, SERVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What codes of 1 to 4 bits stand for, row by row; aligned ones are told apart in words of four columns."""
+    """What codes of 1 to 6 bits stand for, row by row; aligned ones are told apart in words of four columns."""
     IN_TRELLIS: tl.constexpr = FORM >= TRELLIS1
-    BITS: tl.constexpr = FORM - 11 if IN_TRELLIS else FORM - 3
-    STRIPES: tl.constexpr = 8 if BITS % 2 else 8 // BITS
+    BITS: tl.constexpr = FORM - 13 if IN_TRELLIS else FORM - 3
+    STRIPES: tl.constexpr = 8 if BITS % 2 else 4 if BITS == 6 else 8 // BITS
     LANES: tl.constexpr = 4 if ALIGNED else 1
     height = rows // SERVED
     stripe, row, column = _places(first, SERVED, ROWS, COLUMNS // LANES)
@@ -145,14 +155,18 @@ def _few_bits(
     elif BITS == 3:
         count, at = rows * columns, row * columns + column
         found = _plane(data, count, at, mask, 2) | (_plane(data + (count + 3) // 4, count, at, mask, 1) << 2)
+    elif BITS > 4:
+        count, at = rows * columns, row * columns + column
+        high = _plane(data + (count + 1) // 2, count, at, mask, BITS - 4)
+        found = _plane(data, count, at, mask, 4) | (high << 4)
     else:
         found = _plane(data, rows * columns, row * columns + column, mask, BITS)
     if ALIGNED:
-        even = tl.join(_looked_up(levels, found), _looked_up(levels, found >> 16))
-        odd = tl.join(_looked_up(levels, found >> 8), _looked_up(levels, found >> 24))
+        even = tl.join(_number(levels, found, BITS), _number(levels, found >> 16, BITS))
+        odd = tl.join(_number(levels, found >> 8, BITS), _number(levels, found >> 24, BITS))
         values = tl.join(even, odd)
     else:
-        values = _looked_up(levels, found)
+        values = _number(levels, found, BITS)
     return values
 
 

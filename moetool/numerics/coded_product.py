@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.numerics.packing import rows_served
 from moetool.numerics.quantization import levels
 
 _TILE = 1 << 20  # bytes of codes looked up at a time; of three bits, whose table is larger, less than half
 _FEW = 16  # inputs up to which spreading them is faster than looking rows up one by one
 _EIGHT_SIGNS = -0x7F7F7F7F7F7F7F80  # the highest bit of each of eight bytes
-_STRIPES = {1: 8, 2: 4, 3: 8, 4: 2, 8: 1}  # equal parts that the rows are cut into, by bits: a byte has one of each
+_KNOWN = (1, 2, 3, 4, 8)  # bits of codes
 _WIDE = {4: torch.int32, 8: torch.int64, 16: torch.complex128}  # what is as many bytes
 
 
 def can_multiply(bits: int, rows: int, dtype: torch.dtype) -> bool:
     """Whether `coded_product` knows a matrix of so many rows, and inputs of this dtype."""
-    return rows > 0 and rows % _STRIPES[bits] == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    is_known = bits in _KNOWN and rows > 0 and rows % rows_served(bits) == 0
+    return is_known and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def coded_product(packed: Tensor, scales: Tensor, bits: int, columns: int, inputs: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ def coded_product(packed: Tensor, scales: Tensor, bits: int, columns: int, input
     Args:
         packed: what `packing.pack` makes of the codes.
         scales: [out, groups].
-        bits: of a code, see `quantization.BITS`.
+        bits: of a code, 1, 2, 3, 4 or 8.
         columns: `in`.
         inputs: of a dtype that `can_multiply` names.
     """
@@ -46,8 +48,9 @@ def coded_product(packed: Tensor, scales: Tensor, bits: int, columns: int, input
         return inputs.new_empty(0, rows)
     dtype = torch.bfloat16 if inputs.dtype == torch.bfloat16 else torch.float32  # sums of codes overflow in fp16
     inputs, asked = inputs.to(dtype), inputs.dtype
-    height = rows // _STRIPES[bits]
-    output = torch.empty(tokens, _STRIPES[bits], height, device=inputs.device)
+    stripes = rows_served(bits)
+    height = rows // stripes
+    output = torch.empty(tokens, stripes, height, device=inputs.device)
     factors = scales.view(-1, height, groups)
     step = min(height, max(1, (_TILE * 7 // 16 if bits == 3 else _TILE) // columns))
     grouped = inputs.T.reshape(groups, -1, tokens)
@@ -152,7 +155,7 @@ class _Part:
 def _parts(packed: Tensor, bits: int, height: int, columns: int) -> Iterator[_Part]:
     lines = packed.view(-1, columns)
     if bits not in (1, 3):
-        yield _Part(bits, lines, slice(None), _STRIPES[bits])
+        yield _Part(bits, lines, slice(None), rows_served(bits))
         return
     for half in range(2):
         if bits == 1:

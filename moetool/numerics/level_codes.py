@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
 from moetool.numerics.output_codes import EachByItself
-from moetool.numerics.quantization import dequantize
+from moetool.numerics.quantization import dequantize, is_whole
 
 
 class LevelCodes(EachByItself):
@@ -20,7 +20,7 @@ class LevelCodes(EachByItself):
     def fed_back(self, parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
         alike: dict[tuple[int, int], list[int]] = {}
         for place, part in enumerate(parts):
-            own_kind = place if part.bits == 8 else -1  # of 8 bits each by itself
+            own_kind = place if is_whole(part.bits) else -1  # whole numbers each by itself
             alike.setdefault((part.scales.shape[1], own_kind), []).append(place)
         found: dict[int, Tensor] = {}
         for places in alike.values():

@@ -62,6 +62,16 @@ def unpack(packed: Tensor, bits: int, count: int, out: Tensor | None = None) -> 
     return out
 
 
+def rows_served(bits: int) -> int:
+    """Number of rows of a matrix that share a byte of packed codes, in the plane where these are most: where rows are a
+    multiple of it, a byte has whole rows' codes of one column.
+
+    Raises:
+        ValueError: not 1 <= bits <= 8.
+    """
+    return max(8 // width for _, width in _planes(bits))
+
+
 def _split(packed: Tensor, bits: int, count: int) -> Iterator[tuple[Tensor, int, int]]:
     """The bytes of every plane, the lowest bit of a code that it holds, and how many."""
     start = 0

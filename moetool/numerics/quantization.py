@@ -6,7 +6,8 @@ A matrix [out, in] is cut along its inputs into groups of equal length; an eleme
 - 2, 3, 4 bits: the levels that minimise the squared error of a normal variable (J. Max, "Quantizing for minimum
   distortion", IRE Trans. Inform. Theory, 1960). Expert weights and their differences are close to normal within a
   group (kurtosis 3.0 to 3.2 on a trained model), and levels learnt from the matrix itself were at most 0.6 % better.
-- 8 bits: the whole numbers from -127 to 127, so that zero stays zero.
+- 5, 6 and 8 bits: the whole numbers from -15, -31 and -127 on, up to the same above zero, so that zero stays zero.
+  Levels for a normal variable would be no better where a group's largest value sets its scale.
 
 Rounding to the nearest level of a grid that ends at the group's largest value leaves a relative error of about .765,
 .272, .117 at 2, 3, 4 bits (groups of 128 weights); the levels above with searched scales .338, .178, .089.
@@ -26,18 +27,28 @@ from torch import Tensor
 from moetool.numerics.compiled_rounding import CompiledRounding
 from moetool.numerics.groups import ELEMENTS, check_group, in_parts, weights_of
 
-BITS = (1, 2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 
 _NORMAL_LEVELS = {
     2: (0.453125, 1.5078125),
     3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
     4: (0.1279296875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
 }
-_CANDIDATES = {2: 5, 3: 6, 4: 8, 8: 5}  # scales tried per group
+_CANDIDATES = {2: 5, 3: 6, 4: 8, 5: 5, 6: 5, 8: 5}  # scales tried per group
 # Tried around the best of them, in steps from one to the next: then 30 candidates are .03, .06, .14 % better.
 _NEAR = (-0.33, 0.33)
 _RANGE, _CELLS = 4, 512  # of the tables: beyond all levels, cells per unit
 _REFINEMENTS = 2  # rounds of codes for the scale, scale for the codes
+
+
+def is_whole(bits: int) -> bool:
+    """Whether codes of so many bits stand for whole numbers."""
+    return bits > max(_NORMAL_LEVELS)
+
+
+def largest(bits: int) -> int:
+    """The largest of the whole numbers that codes of so many bits stand for; the lowest is as far below zero."""
+    return (1 << (bits - 1)) - 1
 
 
 @cache
@@ -50,8 +61,9 @@ def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if bits not in BITS:
         raise ValueError(f"codes have {', '.join(map(str, BITS))} bits, not {bits}")
     with torch.inference_mode(False):  # what is kept must serve training too
-        if bits == 8:
-            return (torch.arange(256, device=device) - 127).clamp_max(127).to(dtype)
+        if is_whole(bits):
+            end = largest(bits)
+            return (torch.arange(1 << bits, device=device) - end).clamp_max(end).to(dtype)
         upper = torch.tensor((1.0,) if bits == 1 else _NORMAL_LEVELS[bits])
         return torch.cat([-upper.flip(0), upper]).to(dtype).to(device)
 
@@ -127,8 +139,9 @@ def nearest(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     ratio = values / torch.where(scales > 0, scales, 1)
     if bits == 1:
         return (ratio >= 0).to(torch.uint8)
-    if bits == 8:
-        return ratio.round_().clamp_(-127, 127).add_(127).to(torch.uint8)
+    if is_whole(bits):
+        end = largest(bits)
+        return ratio.round_().clamp_(-end, end).add_(end).to(torch.uint8)
     cells = (ratio * _CELLS).add_(_RANGE * _CELLS).clamp_(0, 2 * _RANGE * _CELLS - 1).int().view(-1)
     table = _table(bits, ratio.device)
     codes = table.codes.index_select(0, cells)
@@ -143,13 +156,14 @@ class Lookup(CompiledRounding):
         a number later on.
 
         Raises:
-            ValueError: 8 bits and others.
+            ValueError: codes that are whole numbers, and others.
         """
-        if len(bits) > 1 and any(own == 8 for own, _ in bits):
-            raise ValueError("numbers of 8 bits are looked up by themselves")
+        if len(bits) > 1 and any(is_whole(own) for own, _ in bits):
+            raise ValueError("whole numbers of one number of bits are rounded by themselves")
         inverse = 1 / torch.where(scales > 0, scales, 1)
-        if bits[0][0] == 8:
-            super().__init__(scales, inverse, -127, 127)
+        if is_whole(bits[0][0]):
+            end = largest(bits[0][0])
+            super().__init__(scales, inverse, -end, end)
             return
         super().__init__(scales, inverse * _CELLS, _RANGE * _CELLS, 2 * _RANGE * _CELLS - 1)
         self._index = torch.empty_like(self._value, dtype=torch.int32)
@@ -211,12 +225,12 @@ def _search(unit: Tensor, weights: Tensor, bits: int) -> Tensor:
     if bits == 1:
         return _fit(unit, weights, torch.ones_like(unit[..., :1]), bits)[0]
     grid = levels(bits, torch.float32, unit.device)
-    largest, count = 1 / grid[-1], _CANDIDATES[bits]  # the first reaches the largest value of the group
-    if bits == 8:  # every candidate clips a little of the group's tail
-        low, high = (torch.full_like(unit[..., :1], float(largest * share)) for share in (0.85, 1.0))
+    top, count = 1 / grid[-1], _CANDIDATES[bits]  # the first reaches the largest value of the group
+    if is_whole(bits):  # every candidate clips a little of the group's tail
+        low, high = (torch.full_like(unit[..., :1], float(top * share)) for share in (0.85, 1.0))
     else:
         spread = (unit.square() * weights).mean(2, keepdim=True).div(weights.mean(2, keepdim=True)).sqrt()
-        low, high = 0.7 * spread, torch.maximum(1.25 * spread, 1.05 * largest)
+        low, high = 0.7 * spread, torch.maximum(1.25 * spread, 1.05 * top)
     step = (high / low.clamp_min(1e-12)).log() / (count - 1)
     start = low
     best, gain = _fit(unit, weights, low, bits)
@@ -247,7 +261,7 @@ def _nearly_nearest(ratio: Tensor, bits: int) -> Tensor:
     """The level nearest to each `ratio`, or next to it in the small neighbourhood of a boundary. Overwrites `ratio`."""
     if bits == 1:
         return torch.where(ratio >= 0, 1.0, -1.0)
-    if bits == 8:
-        return ratio.round_().clamp_(-127, 127)
+    if is_whole(bits):
+        return ratio.round_().clamp_(-largest(bits), largest(bits))
     cells = ratio.mul_(_CELLS).add_(_RANGE * _CELLS).clamp_(0, 2 * _RANGE * _CELLS - 1).int()
     return _table(bits, ratio.device).levels.index_select(0, cells.view(-1)).view_as(ratio)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moetool.compiled import compiler
 from moetool.numerics.error_feedback import Coded, Feedback, Grid, fed_back
+from moetool.numerics.packing import rows_served
 from moetool.numerics.row_feedback import Among
 
 WIDTHS = (1, 2, 3, 4)
@@ -56,11 +57,6 @@ def windows(codes: Tensor, bits: int) -> Tensor:
         own = codes[: max(0, len(codes) - back)].int()
         found[back:] |= own << low if low >= 0 else own & (2 ** (bits + low) - 1)
     return found
-
-
-def rows_served(bits: int) -> int:
-    """Number of rows of a matrix that share a byte of packed codes; the number of its rows is a multiple of it."""
-    return {1: 8, 2: 4, 3: 8, 4: 2}[bits]
 
 
 def check_rows(rows: int, bits: int) -> None:

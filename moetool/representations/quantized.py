@@ -31,7 +31,7 @@ ROW = "row"  # how a spec says that a whole row shares one scale
 
 @dataclass(frozen=True)
 class Quantized(Representation):
-    """A delta to the shared base in `bits` (8, 4, 3, 2 or 1) per element and a scale per `group` inputs.
+    """A delta to the shared base in `bits` (8, 6, 5, 4, 3, 2 or 1) per element and a scale per `group` inputs.
 
     `codes` are packed without gaps in [out * in * bits / 8] bytes; `scales` [out, in / group] are in the model's own
     dtype: its range is what the weights needed, and its rounding is of second order (see `numerics.quantization`).

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moetool.numerics.packing import pack, unpack
-from moetool.numerics.quantization import levels
+from moetool.numerics.quantization import is_whole, levels
 
 _EDGE = 0.45  # how far from its code a number begins at most
 _MEAN, _SQUARE = 0.9, 0.98  # what Adam keeps of its means at every step
@@ -76,7 +76,8 @@ class TrainableCodes(Trainable):
         """Packed `codes` and `scales` `[out, groups]` of a matrix of this shape; `matrix` `[out, in]` is what they were
         made of, if it is known."""
         self._bits, self._dtype, self._groups = bits, scales.dtype, scales.shape[1]
-        self._grid = levels(bits, torch.float32, scales.device)[: 255 if bits == 8 else None]  # the last one is spare
+        grid = levels(bits, torch.float32, scales.device)
+        self._grid = grid[:-1] if is_whole(bits) else grid  # of whole numbers the last code is spare
         whole = unpack(codes, bits, shape[0] * shape[1]).view(shape)
         self._scales = scales.detach().float().clone()
         self._line = whole.float() if matrix is None else self._within(whole, matrix.detach())

@@ -10,7 +10,7 @@ from torch import Tensor
 from moetool.numerics import trellis
 from moetool.numerics.error_feedback import Coded
 from moetool.numerics.output_codes import Coder, coded_for_outputs
-from moetool.numerics.packing import pack, unpack
+from moetool.numerics.packing import pack, rows_served, unpack
 from moetool.numerics.work import Work
 from moetool.representations.base import Stored
 from moetool.representations.measured import Measured
@@ -95,7 +95,7 @@ class TrellisMatrix(Trellis):
 def in_trellis(form: Quantized, rows: int) -> Quantized:
     """Return the trellis form with the bits and groups of a quantized form, or that form itself if the rows cannot fill
     whole bytes."""
-    if form.bits not in trellis.WIDTHS or rows % trellis.rows_served(form.bits):
+    if form.bits not in trellis.WIDTHS or rows % rows_served(form.bits):
         return form
     return (Trellis if form.uses_base else TrellisMatrix)(form.bits, form.group)
 

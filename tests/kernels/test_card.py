@@ -14,7 +14,7 @@ from torch import nn
 
 from moetool.kernels import card, products
 from moetool.kernels.launches import Launches, kind, row_starts
-from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.operands import CODES, TRELLIS, UnsupportedMatrixError
 from moetool.kernels.table import Table
 from moetool.representations import parse_representation
 from moetool.representations.operand import Operand, Products, numbers
@@ -32,7 +32,17 @@ def test_they_compute_what_dense_matrices_do() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "form", "served"), [(80, 6, 8), (90, 6, 8), (80, 14, 8), (90, 13, 4)])
+@pytest.mark.parametrize(
+    ("capability", "form", "served"),
+    [
+        (80, CODES[3], 8),
+        (90, CODES[3], 8),
+        (90, CODES[5], 8),
+        (80, CODES[6], 4),
+        (80, TRELLIS[3], 8),
+        (90, TRELLIS[2], 4),
+    ],
+)
 def test_kernels_compile_for_cards_that_are_not_here(
     capability: int, form: int, served: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -70,11 +80,11 @@ def test_a_kernel_for_every_kind_of_operand_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "shape", "served"),
-    [(1, (32, 64), 8), (2, (32, 64), 4), (3, (32, 64), 8), (4, (32, 64), 2), (8, (32, 64), 1), (2, (30, 64), 1)],
+    ("bits", "rows", "served"),
+    [(1, 32, 8), (2, 32, 4), (3, 32, 8), (4, 32, 2), (5, 32, 8), (6, 32, 4), (8, 32, 1), (2, 30, 1), (6, 30, 1)],
 )
-def test_one_byte_serves_rows_if_they_can_be_cut_into_stripes(bits: int, shape: tuple[int, int], served: int) -> None:
-    [[operand]] = stored(f"quantised:{bits}:16", shape)
+def test_one_byte_serves_rows_if_they_can_be_cut_into_stripes(bits: int, rows: int, served: int) -> None:
+    [[operand]] = stored(f"quantised:{bits}:16", (rows, 64))
     assert kind(operand).served == served
 
 

@@ -12,7 +12,7 @@ from moetool.kernels.products import routed
 from moetool.kernels.rounding import exact_products, is_allowed
 from moetool.kernels.table import Table
 from moetool.numerics.packing import packed_size
-from moetool.numerics.quantization import BITS
+from moetool.numerics.quantization import BITS, is_whole
 from moetool.representations.operand import Operand, numbers
 
 pytestmark = pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
@@ -51,7 +51,7 @@ def tokens(count: int, columns: int) -> Tensor:
     return inputs
 
 
-KINDS = [str(bits) for bits in BITS if bits < 8]
+KINDS = [str(bits) for bits in BITS if not is_whole(bits)]
 
 
 @pytest.mark.parametrize(("shape", "group"), SHAPES, ids=str)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moetool.calibration.output_metric import OutputMetric
 from moetool.numerics.factorize import factorize, truncate, whitened_error
-from moetool.numerics.quantization import dequantize, quantize
+from moetool.numerics.quantization import BITS, dequantize, quantize
 from moetool.numerics.root import square_root
 from moetool.representations import Measured
 from moetool.representations.mixed_rows import TrellisRows
@@ -39,7 +39,7 @@ def test_roots_are_roots() -> None:
         assert (root @ root.T).cpu().allclose(matrix, atol=1e-9 * float(matrix.diagonal().max()))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_codes_are_as_good(bits: int) -> None:
     matrix, errors = random(32, 128).float(), {}
     for device in ("cpu", "cuda"):

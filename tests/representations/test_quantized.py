@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.errors import InvalidInputError
 from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.numerics.output_norm import ChannelNorm, LinkedNorm, OutputNorm
+from moetool.numerics.quantization import BITS
 from moetool.representations import Measured, Representation, parse_representation
 from moetool.representations.base import Weight
 from moetool.representations.quantized import Quantized, QuantizedMatrix
@@ -65,7 +66,7 @@ def test_specs_are_what_config_json_says() -> None:
     [
         ("quantised", "takes two arguments"),
         ("quantised:4", "takes two arguments"),
-        ("quantised:5:128", "codes have 1, 2, 3, 4, 8 bits, not 5"),
+        ("quantised:7:128", "codes have 1, 2, 3, 4, 5, 6, 8 bits, not 7"),
         ("quantised:16:128", "codes have"),
         ("quantised:0:128", "codes have"),
         ("quantised:4:0", "at least one input"),
@@ -75,7 +76,7 @@ def test_specs_are_what_config_json_says() -> None:
         ("quantised-weight:7:row", "codes have"),
         ("quantised-low-rank:4:128", "takes three arguments"),
         ("quantised-low-rank:-1:4:128", "takes three arguments"),
-        ("quantised-low-rank:1:6:128", "codes have"),
+        ("quantised-low-rank:1:7:128", "codes have"),
     ],
 )
 def test_bad_specs(spec: str, says: str) -> None:
@@ -257,7 +258,7 @@ def test_rank_0_is_nothing_at_all() -> None:
     assert weight.dense().equal(torch.zeros(SHAPE))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_products_are_the_same_with_gradients_and_without(bits: int) -> None:
     """With them the matrix is written out, without them it is multiplied tile by tile."""
     generator = torch.Generator().manual_seed(bits)

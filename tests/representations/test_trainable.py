@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetool.numerics.quantization import BITS
 from moetool.representations import Representation, parse_representation, representations
 from moetool.representations.quantized import Quantized
 from moetool.representations.trainable import Pace
@@ -61,7 +62,7 @@ def test_what_is_stored_is_what_moved(form: Representation) -> None:
         assert (decoded - goal).square().sum() < 0.97 * before
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_codes_stay_in_range(bits: int) -> None:
     form = Quantized(bits, 8)
     moving = form.trainable(form.encode(matrix(*SHAPE), torch.float32), SHAPE)

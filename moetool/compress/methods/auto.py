@@ -42,7 +42,7 @@ from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import original_bytes
 
-_BASES = ("2", "4", "8")  # bits of the bases that are tried; what few bits lose, every delta has to make up for
+_BASES = ("2", "4", "6", "8")  # bits of the bases that are tried; what few bits lose, every delta has to make up for
 _TIMES = MOST_TRIALS + 1  # encodings: the trials, and the result; evaluations: the original, and the trials
 
 
@@ -86,8 +86,8 @@ class AutoOptions(MixingOptions):
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits | None = Field(
         None,
-        description="Bits of the base, where one is used: 1, 2, 3, 4, 8, nf4 or int8 [default: 2, 4 or 8, whichever "
-        "loses least].",
+        description="Bits of the base, where one is used: 1, 2, 3, 4, 5, 6, 8, nf4 or int8 [default: 2, 4, 6 or 8, "
+        "whichever loses least].",
     )
     rotate: bool = Field(
         False,

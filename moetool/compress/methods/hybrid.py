@@ -18,7 +18,7 @@ class HybridOptions(MixingOptions):
 
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits = Field(
-        "2", description="Bits of the base: 1, 2, 3, 4, 8, nf4 or int8. Deltas correct its errors."
+        "2", description="Bits of the base: 1, 2, 3, 4, 5, 6, 8, nf4 or int8. Deltas correct its errors."
     )
     rotate: bool = Field(
         False,

@@ -47,7 +47,7 @@ class QuantizeOptions(MixingOptions):
     alternatives: ClassVar[tuple[str, ...]] = ("bits", "ratio", "size")
 
     bits: BaseBits | None = Field(
-        None, description="Bits of every number: 1, 2, 3, 4, 8, or bitsandbytes' formats nf4 and int8."
+        None, description="Bits of every number: 1, 2, 3, 4, 5, 6, 8, or bitsandbytes' formats nf4 and int8."
     )
     ratio: Ratio | None = Field(
         None,
@@ -76,10 +76,10 @@ class QuantizeOptions(MixingOptions):
             raise ValueError("--ratio and --size choose bits by what error feedback loses: take --rounding out")
         if self.rotate and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} is bitsandbytes' format, which knows no rotation: use --bits 4 or 8")
-        if self.trellis and self.bits in ("8", "nf4", "int8"):
+        if self.trellis and self.bits not in ("1", "2", "3", "4", None):
             raise ValueError(f"--trellis is for codes of 1 to 4 bits, not for --bits {self.bits}")
         if self.refine and (self.rounding == "nearest" or self.bits in ("nf4", "int8")):
-            raise ValueError("--refine goes on from codes with error feedback, in 1, 2, 3, 4 or 8 bits")
+            raise ValueError("--refine goes on from codes with error feedback, in 1 to 8 bits")
         if self.rounding == "error-feedback" and self.bits in ("nf4", "int8"):
             raise ValueError(f"--bits {self.bits} has the nearest codes, as bitsandbytes does: use --bits 4 or 8")
         return self

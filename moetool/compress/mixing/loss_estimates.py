@@ -16,7 +16,8 @@ from torch import Tensor
 from moetool.compress.factors.sensitivity import MatrixSensitivity
 from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.factorize import factorize, leading
-from moetool.numerics.trellis import WIDTHS, rows_served
+from moetool.numerics.packing import rows_served
+from moetool.numerics.trellis import WIDTHS
 from moetool.representations import Measured, Representation
 from moetool.representations.base import RowPart
 from moetool.representations.quantized import encode_together

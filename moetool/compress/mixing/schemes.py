@@ -17,6 +17,7 @@ from moetool.compress.delta_encoding import base_representations, in_groups
 from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE
 from moetool.numerics.counter import key
+from moetool.numerics.quantization import BITS
 from moetool.numerics.rotation import Rotation
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
@@ -29,7 +30,6 @@ from moetool.representations.trellis import in_trellis
 Granularity = Literal["matrix", "role", "layer"]
 
 _NONE = "none"  # the name of the scheme without a base
-_BITS = (1, 2, 3, 4, 8)
 # Forms are offered from a third to three times the bits that every number can have on average.
 _REACH = 3.0
 _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on trained experts
@@ -124,7 +124,7 @@ def on_base(
         trellis: whether codes of 1 to 4 bits are trellis-coded.
     """
     base, few = base_representations(shape, base_bits, group, trellis), bits is None or bits <= _LOW_RANK_BITS
-    near = [b for b in _BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [1 if few else 8]
+    near = [b for b in BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [1 if few else 8]
     if few:
         near = sorted({*near, _LOW_RANK_BITS})
     forms: dict[Role, list[Representation]] = {}
@@ -161,7 +161,7 @@ def without_base(
         trellis: whether codes of 1 to 4 bits are trellis-coded.
         granularity: which matrices have to have the same form; rows of one matrix differ in bits only if matrices may.
     """
-    near = [b for b in _BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [8]
+    near = [b for b in BITS if bits is None or bits / _REACH <= b <= bits * _REACH] or [8]
     whole = [Dense()] if bits is not None and bits * _REACH >= 16 and rotated_by is None else []
     if exact is not None:
         near, whole = [exact], []
