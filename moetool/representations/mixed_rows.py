@@ -68,7 +68,11 @@ class MixedRows(Representation):
     part: ClassVar[type[Quantized]] = Quantized
     uses_base: ClassVar[bool] = True
     is_cheap: ClassVar[bool] = False
-    examples: ClassVar[tuple[str, ...]] = ("quantised-rows:6.0.6.4:8", "quantised-rows:0.8.0.4.4:row")
+    examples: ClassVar[tuple[str, ...]] = (
+        "quantised-rows:6.0.6.4:8",
+        "quantised-rows:0.8.0.4.4:row",
+        "quantised-rows:0.0.0.0.6.6.4:8",
+    )
 
     def __post_init__(self) -> None:
         coded = [bits for bits in self.bits if bits]

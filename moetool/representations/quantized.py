@@ -44,7 +44,7 @@ class Quantized(Representation):
     uses_base: ClassVar[bool] = True
     is_cheap: ClassVar[bool] = False
     is_alone: ClassVar[bool] = False
-    examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32")
+    examples: ClassVar[tuple[str, ...]] = ("quantised:4:8", "quantised:3:row", "quantised:1:32", "quantised:6:16")
 
     def __post_init__(self) -> None:
         check_quantization(self.bits, self.group)
@@ -222,7 +222,7 @@ class QuantizedMatrix(Quantized):
 
     kind: ClassVar[str] = "quantised-weight"
     uses_base: ClassVar[bool] = False
-    examples: ClassVar[tuple[str, ...]] = ("quantised-weight:8:16", "quantised-weight:2:row")
+    examples: ClassVar[tuple[str, ...]] = ("quantised-weight:8:16", "quantised-weight:2:row", "quantised-weight:5:8")
 
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moetool.numerics import sampling
 from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.numerics.quantization import dequantize
+from moetool.numerics.quantization import BITS, dequantize
 from moetool.numerics.sampling import sample, scatter
 from moetool.representations.quantized import Quantized
 from moetool.representations.sparse import Sparse
@@ -106,7 +106,7 @@ def main() -> None:
     ]
     shape, bf16 = (rows, columns), torch.bfloat16
     sizes = {f"sparse:{1 - KEEP}:SEED": (Sparse(1 - KEEP, 3).nbytes(shape, bf16), 2 * round(n * KEEP))}
-    for bits in (1, 2, 3, 4, 8):
+    for bits in BITS:
         assert packed_size(n, bits) == n * bits // 8
         sizes[f"quantised:{bits}:128"] = (Quantized(bits, 128).nbytes(shape, bf16), n * bits // 8 + 2 * n // 128)
     for name, (ours, theory) in sizes.items():

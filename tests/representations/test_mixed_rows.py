@@ -86,7 +86,7 @@ def test_damage_is_seen() -> None:
     assert FORM.spec in damage
 
 
-@pytest.mark.parametrize("shares", ["8.9", "16", "0.16", "4.4.4.3.1", "8.8.0", "8.0.0.0.0.8", "x.8", "8.-8.16", ""])
+@pytest.mark.parametrize("shares", ["8.9", "16", "0.16", "4.4.4.3.1", "8.8.0", "8.0.0.0.0.0.0.8", "x.8", "8.-8.16", ""])
 def test_shares_that_cannot_be(shares: str) -> None:
     with pytest.raises(InvalidInputError, match="quantised-rows"):
         parse_representation(f"quantised-rows:{shares}:16")

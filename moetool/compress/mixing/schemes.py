@@ -19,6 +19,7 @@ from moetool.format.layout import NO_BASE
 from moetool.numerics.counter import key
 from moetool.numerics.quantization import BITS
 from moetool.numerics.rotation import Rotation
+from moetool.numerics.trellis import WIDTHS
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank, break_even_rank
@@ -37,6 +38,7 @@ _LOW_RANK_BITS = 3  # of factors; 3 bits of twice the rank beat 4 and 8 bits on 
 # whole matrix in so many bits, which lose less.
 _LOW_RANK_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 _SPREADS = (0.5, 1.0, 1.5)  # of bits by row, for rows that count two, four and eight times as much as others
+_MOST_ROW_BITS = 6
 _STEP = 0.5  # bits from one mean of a row mixture to the next
 _QUANTILES = [NormalDist().inv_cdf((place + 0.5) / ROW_SHARES) for place in range(ROW_SHARES)]
 _LEAST_BLOCK = 8  # inputs that a rotation has to mix with each other to be worth a product
@@ -192,7 +194,7 @@ def row_mixtures(bits: Sequence[int], group: int, matrix: tuple[int, int], *, tr
     least in all. A mixture is such a distribution, rounded: a mean and a spread.
 
     Args:
-        bits: widths that rows can have, besides 0; those above 4 are left out.
+        bits: widths that rows can have, besides 0; those above 6 are left out, in a trellis those above 4.
         group: inputs that share a scale.
         matrix: shape `[out, in]`.
         trellis: whether codes are trellis-coded, if the number of rows allows it.
@@ -200,7 +202,7 @@ def row_mixtures(bits: Sequence[int], group: int, matrix: tuple[int, int], *, tr
     Raises:
         ValueError: only groups of one would fit.
     """
-    few = [own for own in bits if own <= 4]
+    few = [own for own in bits if own <= (max(WIDTHS) if trellis else _MOST_ROW_BITS)]
     if not few or matrix[0] < ROW_SHARES * ROW_UNIT:
         return []
     kind = TrellisRows if trellis and matrix[0] % ROW_UNIT == 0 else MixedRows
