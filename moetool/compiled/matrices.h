@@ -61,9 +61,7 @@ constexpr int lowest(Form f) { return 1 - (1 << (bits(f) - 1)); }
 constexpr bool coded(Form f) { return bits(f) || f == INT8 || f >= ADDED; }
 constexpr bool looked_up(Form f) { return bits(f) && !is_whole(f) && !in_trellis(f); }
 // Rows that one byte serves in what `decode` makes of it, and bytes that are decoded beside each other: four rows.
-constexpr int served(Form f) { return bits(f) >= 4 && bits(f) < 8 && f != NF4 ? 2 : bits(f) && bits(f) < 4 ? 4 : 1; }
-// Of 5 and 6 bits the bytes with the lower four of two rows each that share a byte with the bits above these.
-constexpr int sharing(Form f) { return f == CODES5 ? 4 : 2; }
+constexpr int served(Form f) { return bits(f) == 4 && f != NF4 ? 2 : bits(f) && bits(f) < 8 && f != NF4 ? 4 : 1; }
 
 static bool aligned(const Operand& m) {
   if (m.form == SPARSE || m.columns % W) return false;
@@ -72,16 +70,21 @@ static bool aligned(const Operand& m) {
   const long stripes = form == NF4 ? 1 : bits(form) == 2 || bits(form) == 6 ? 4 : bits(form) == 4 ? 2 : bits(form) % 2 ? 8 : 1;
   return m.rows % stripes == 0;
 }
-// Where the lower four bits of a call's two rows lie, whose higher ones share bytes with those of the calls beside it.
-template <Form F> static inline long line(const Operand& m, long q) {
-  return q / sharing(F) + q % sharing(F) * (m.rows / (2 * sharing(F)));
+// Codes of 5 and 6 bits: a plane of the lower four, in which two lines have the rows that a call decodes, and one of the
+// bits above these, a line of which has bits of these and, of 5 bits, of the rows that a call decodes `part` further down.
+template <Form F> constexpr int ABOVE = bits(F) - 4;
+template <Form F> static inline long part(const Operand& m) { return m.rows * ABOVE<F> / 8; }
+template <Form F> static inline bool is_second(const Operand& m, long q) { return F == CODES5 && q >= part<F>(m); }
+// The number whose lower four bits are the lowest in `low`; those above are the lowest in `high`.
+template <Form F> static inline vf joined(vi low, vi high) {
+  return to_float(((low & 15) | ((high & ((1 << ABOVE<F>) - 1)) << 4)) + lowest(F));
 }
 // How many times `decode` is called for all rows, and which row its j-th vector belongs to.
 template <Form F> static inline long calls(const Operand& m) { return m.rows / served(F); }
 template <Form F> static inline long row_of(const Operand& m, long q, int j) {
   if (bits(F) == 1) return q / 2 + (4 * (q % 2) + j) * (m.rows / 8);
   if (bits(F) == 3) return q / 2 + (2 * j + q % 2) * (m.rows / 8);
-  if (F == CODES5 || F == CODES6) return line<F>(m, q) + j * (m.rows / 2);
+  if (F == CODES5) return q + (is_second<F>(m, q) + j % 2) * part<F>(m) + j / 2 * (m.rows / 2);
   return q + j * (m.rows / served(F));
 }
 // The codes of a vector's columns from `column` on of the rows row_of(q, 0…); above them are those of neighbours.
@@ -105,11 +108,6 @@ template <Form F, class V> static inline void codes(const Operand& m, long q, lo
   if (F == CODES1) code = code >> (Number)(4 * (q % 2));
 #pragma GCC unroll 8
   for (int j = 0; j < served(F); j++) out[j] = code >> (Number)(j * bits(F));
-}
-// The codes of 5 or 6 bits that have their lower four bits in `low` and the others in `high`, of one of its rows.
-template <Form F> static inline vi joined(vi low, vi high, int row) {
-  constexpr int above = bits(F) - 4;
-  return (low & 15) | ((high >> (above * row) & ((1 << above) - 1)) << 4);
 }
 // The three bits of the rows that are `eighths` of all of them down from row q, from 16 columns on.
 static inline vi triple(const Operand& m, long q, int eighths, long column) {
@@ -139,9 +137,12 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   if (F == BF16) { out[0] = (vf)((vu)shorts((const uint16_t*)m.data + q * n + column) << 16); return; }
   if (F == F16) { out[0] = halves((const uint16_t*)m.data + q * n + column); return; }
   if (F == CODES5 || F == CODES6) {
-    constexpr int calls = sharing(F);
-    const vi low = bytes(m.data + line<F>(m, q) * n + column), high = bytes(m.data + (m.rows / 2 + q / calls) * n + column);
-    for (int j = 0; j < 2; j++) out[j] = to_float(joined<F>(low >> (4 * j), high, (int)(q % calls) + calls * j) + lowest(F));
+    const long second = is_second<F>(m, q), lines = part<F>(m) * n;
+    const uint8_t* own = m.data + q * n + second * lines + column;
+    const vi low[2] = {bytes(own), bytes(own + lines)};
+    const vi high = bytes(m.data + (m.rows / 2 + q) * n - second * lines + column) >> (int)(2 * second);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) out[j] = joined<F>(low[j % 2] >> (j / 2 * 4), high >> (ABOVE<F> * (j % 2) + 4 * (j / 2)));
     return;
   }
   if (F == CODES8 || F == INT8) {
@@ -178,9 +179,9 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
     return gather(m.levels, windows<F>(m, row % own, (int)(row / own), column));
   }
   if (F == CODES5 || F == CODES6) {
-    const long half = m.rows / 2, part = half / sharing(F);
+    const long half = m.rows / 2, lines = part<F>(m);
     const vi low = bytes(m.data + row % half * n + column) >> (int)(row / half * 4);
-    return to_float(joined<F>(low, bytes(m.data + (half + row % part) * n + column), (int)(row / part)) + lowest(F));
+    return joined<F>(low, bytes(m.data + (half + row % lines) * n + column) >> (int)(row / lines * ABOVE<F>));
   }
   if (F == CODES1) return lookup(levels, bytes(m.data + row % eighth * n + column) >> (int)(row / eighth));
   vi code = bytes(m.data + row % stripe * n + column) >> (int)(row / stripe * (F == CODES3 ? 2 : bits(F)));

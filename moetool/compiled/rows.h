@@ -55,21 +55,15 @@ static bool has_octets(const Operand* matrices, long count) {
   }
   return true;
 }
-// The call of `decode` that gives the i-th of them, of 5 and 6 bits every C-th from there on.
-template <Form F> static inline long octet_call(const Operand& m, long q, int i) {
-  if (F == CODES5) return 4 * q + i;
-  if (F == CODES6) return 2 * (q + i % 2 * (m.rows / 8)) + i / 2;
-  return F == CODES1 || F == CODES3 ? 2 * q + i : q + i * (m.rows / 8);
-}
 // What `get`, `decode` or `codes`, makes of the rows q, q + rows / 8, ….
 template <Form F, class V, class Get> static inline void octet(const Operand& m, long q, V* out, Get get) {
   constexpr int P = served(F), C = 8 / P;
 #pragma GCC unroll 8
   for (int i = 0; i < C; i++) {
     V w[P];
-    get(octet_call<F>(m, q, i), w);
+    get(F == CODES1 || F == CODES3 ? 2 * q + i : q + i * (m.rows / 8), w);
 #pragma GCC unroll 8
-    for (int j = 0; j < P; j++) out[F == CODES1 ? 4 * i + j : C * j + i] = w[j];
+    for (int j = 0; j < P; j++) out[F == CODES1 ? 4 * i + j : F == CODES5 ? 2 * i + j % 2 + j / 2 * 4 : C * j + i] = w[j];
   }
 }
 template <Form F> static inline void octet_scales(const Operand& m, long q, long column, float* out) {
