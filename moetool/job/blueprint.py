@@ -1,6 +1,5 @@
 """Headers of a checkpoint that does not exist yet, from its `config.json` alone, to plan jobs on it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
 from moetool.checkpoint.reader import Checkpoint, read_config
@@ -54,21 +54,15 @@ def check_against_config(checkpoint: Checkpoint) -> None:
     """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
     layers beyond them."""
     promised = check_promised(checkpoint)
-    layers = {layer_of(name) for name in promised}
+    layers = {decoder_layer(name) for name in promised}
     for name in checkpoint.tensors:
-        if name not in promised and layer_of(name) not in layers:
+        if name not in promised and decoder_layer(name) not in layers:
             raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
 
 
 def _today(name: str) -> str:
     """The name that transformers gives a tensor today: first BERTs on the hub have TensorFlow's for their norms."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def layer_of(name: str) -> str:
-    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
-    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
-    return found[0] if found else ""
 
 
 def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:

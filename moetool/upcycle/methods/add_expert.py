@@ -29,7 +29,7 @@ from moetool.job.origins import expert_origins, model_names, with_experts
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Stage, found_here, refuse_lost
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.seeding import linear_std
 from moetool.numerics.work import Work
@@ -294,8 +294,7 @@ class AddExpert(Stage[AddExpertOptions]):
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)
-        if missing := sorted(set(before.checkpoint.tensors) - set(after.checkpoint.tensors)):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        refuse_lost(before.checkpoint.tensors.keys() - after.checkpoint.tensors.keys())
         if (found := after.experts.shape.experts) != self._count + 1:
             raise VerificationError(f"The output has {found} experts in a layer, not {self._count + 1}.")
         return Sizes(before.checkpoint.weight_bytes, after.checkpoint.weight_bytes)
