@@ -19,7 +19,7 @@ from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
-from moetool.runtime.building import empty_model, names_on_disk
+from moetool.runtime.building import check_shape, empty_model, lacking, names_on_disk
 from moetool.runtime.loading import refuse_other_head
 
 
@@ -37,16 +37,11 @@ def check_promised(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
     these shapes."""
     promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
+    if missing := [name for name in promised if name not in shapes]:
+        refuse_other_head(checkpoint)
+        raise lacking(checkpoint, missing)
     for name, info in promised.items():
-        if name not in shapes:
-            refuse_other_head(checkpoint)
-            raise InvalidInputError(
-                f"{checkpoint.source} has no tensor {name}, which its config.json promises. Download it again."
-            )
-        if (found := shapes[name]) != info.shape:
-            raise InvalidInputError(
-                f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
-            )
+        check_shape(checkpoint, name, shapes[name], info.shape)
     return promised
 
 
