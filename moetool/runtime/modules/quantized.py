@@ -16,8 +16,9 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.runtime.modules.by_number import Numbered, run_rows_by_number
 from moetool.runtime.modules.coded_weight import CodedWeight, Placeholder, placeholder_of
-from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
+from moetool.runtime.modules.inference import few_tokens
 from moetool.runtime.modules.insertion import paths_in
 from moetool.runtime.modules.offloading import is_fetched, loaded
 
@@ -183,7 +184,7 @@ class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
         return native.train(self.training)
 
 
-class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
+class QuantizedLinear(Numbered, QuantizedModule, nn.Linear):  # type: ignore[misc]
     """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
 
     @property
@@ -198,7 +199,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         self.out_features, self.in_features = stored.shape
         self.register_parameter("bias", bias)
         self._tables: list[Table] = []
-        self._number = numbered(self)
+        self.take_number()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply inputs `[…, in]` with the quantized matrix and add the bias: `[…, out]`."""
@@ -237,10 +238,6 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tables": []}  # which is made of addresses
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._number = numbered(self)  # a copy is another module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._tables = []  # or what is moved stays where it was until the next call
