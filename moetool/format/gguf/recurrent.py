@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, Recast, changed, gate_and_up, head_norms, whole_numbers
 from moetool.format.gguf.delta_rules import DELTA_RULES, decay, logarithm, without_middle
 from moetool.format.gguf.dense import GRANITE_DENSE
-from moetool.format.gguf.family import (
-    ATTENTION,
-    Change,
-    Config,
-    GgufFamily,
-    Recast,
-    beside,
-    changed,
-    gate_and_up,
-    head_norms,
-    whole_numbers,
-    without_experts,
-)
+from moetool.format.gguf.family import ATTENTION, GgufFamily, beside, without_experts
 from moetool.format.gguf.routing import (
     ALL_BIASES,
     GRANITE,
