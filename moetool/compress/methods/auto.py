@@ -19,7 +19,7 @@ from torch import Tensor
 from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
 from moetool.checkpoint.source import local_path
-from moetool.compress.delta_encoding import BaseBits
+from moetool.compress.delta_forms import BaseBits
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.plan_file import plan_text, read_included, read_plan
