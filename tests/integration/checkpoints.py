@@ -113,6 +113,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def assert_close(found: Tensor, expected: Tensor, error: float = 1e-5) -> None:
+    """To within an error relative to the largest number that is expected."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=error * expected.abs().max().item())
+
+
 @contextlib.contextmanager
 def ffn_inputs(model: Any, ffn: str) -> Iterator[dict[int, list[Tensor]]]:
     """What the feed-forward networks of a dense model are given for the time of a `with` block, by layer, as rows

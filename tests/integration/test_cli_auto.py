@@ -34,11 +34,6 @@ GROUP = ("--group-size", 16)
 METHOD = ("--method", "auto", *GROUP)
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def related(tensors: dict[str, Tensor]) -> None:
     """Experts that are one expert and a little of their own."""
     torch.manual_seed(0)

@@ -76,11 +76,6 @@ def added(upcycle: Any, models: list[Path], mixed: Path) -> Any:
     return upcycle(mixed, *ADD, "--source", models[2])
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 # -- identities
 
 

@@ -33,17 +33,6 @@ EMBEDDINGS = ["model.embed_tokens", "lm_head"]
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
-def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_mixtral(dtype=torch.bfloat16, tie_word_embeddings=True)
-    return save_model(model, tmp_path_factory.mktemp("tied") / "model")
-
-
-@pytest.fixture(scope="module")
 def made(compress: Any, tiny_mixtral_bf16: Path) -> Any:
     return compress(tiny_mixtral_bf16, *QUANTIZE, *BOTH)
 

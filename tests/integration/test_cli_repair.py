@@ -29,11 +29,6 @@ MADE = {
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def small(compress: Any, tiny_mixtral: Path) -> Path:
     made: Path = compress(tiny_mixtral, "--method", "quantize", *MADE["quantize"], "--rounding", "nearest").path
     return made
