@@ -14,7 +14,6 @@ from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import MoetoolError, UsageError, VerificationError
 from moetool.job.books import Books, RankBooks
-from moetool.job.calibrated import calibration_windows
 from moetool.job.checks import check_job, identity, output_directory
 from moetool.job.conditions import Conditions, with_threads
 from moetool.job.estimate import estimate
@@ -32,6 +31,7 @@ from moetool.job.ranks import Ranks, joined
 from moetool.job.records import check_records
 from moetool.job.result import Details, Result, Sizes
 from moetool.job.stage import AnyStage
+from moetool.job.windows import calibration_windows
 from moetool.job.workspace import (
     Workspace,
     check_finished,

@@ -8,12 +8,10 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.calibration.mixing import TextCounts
-from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import ExpertOrigin
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import calibration_forward, moe_size, router_moments
@@ -273,7 +271,6 @@ class AddExpert(Stage[AddExpertOptions]):
             options, std = self.options, self.options.router_std or linear_std(hidden)
             count = self._count + 1  # as one router of all experts would be drawn
             return {layer: random_router(count, hidden, std, options.seed, layer)[-1] for layer in layers}, None
-        files = {layer: job.work / f"row-{layer:05d}.safetensors" for layer in layers}
         calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
         sweep = calibrated.sweep
         given = torch.tensor([kind in self._texts.given for kind in sweep.kinds])
@@ -281,16 +278,13 @@ class AddExpert(Stage[AddExpertOptions]):
         if is_own.all() or not is_own.any():
             raise InvalidInputError("The calibration text has no windows of the new expert's domain, or no others.")
 
-        def visit(index: int, layer: nn.Module) -> None:
+        def measure(index: int, layer: nn.Module) -> dict[str, Tensor]:
             inputs = DomainInputs(is_own, sweep.length, sweep.own.start, hidden)
             sweep.forward(index, layer, [inputs])
             router = self.source.checkpoint.read(self.source.architecture.router_name(index))
-            if job.ranks.is_first:
-                save_tensors(files[index], {"row": added_row(router, inputs.moments)})
+            return {"row": added_row(router, inputs.moments)}
 
-        calibrated.forward_visiting(visit)
-        job.meet()
-        return {layer: load_file(file)["row"] for layer, file in files.items()}, calibrated.facts
+        return {layer: own["row"] for layer, own in calibrated.measured("row", measure).items()}, calibrated.facts
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)
