@@ -43,11 +43,11 @@ def _as_it_is(_: Config, given: Tensor) -> Tensor:
     return given
 
 
-def _grouped_norm(groups: str, name: str) -> Change:
+def _grouped_norm(groups: str) -> Change:
     """The norm of a Mamba-2 layer, `[channels]`, which a file has as `[groups, channels / groups]`; `groups` is their
     entry in the config."""
     return changed(
-        name,
+        "ssm_norm.weight",
         lambda config, given: given.unflatten(0, (whole_numbers(config, groups)[0], -1)),
         lambda _, given: given.flatten(),
     )
@@ -69,7 +69,7 @@ def mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Ch
         f"{module}.A_log": changed("ssm_a", *_column(decay, logarithm)),
         f"{module}.D": changed("ssm_d", *_column(_as_it_is, _as_it_is)),
         f"{module}.conv1d.weight": without_middle("ssm_conv1d.weight"),
-        f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
+        f"{module}.norm.weight": _grouped_norm(groups),
     }
     return names, changes
 
