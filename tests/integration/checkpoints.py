@@ -81,6 +81,17 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     return directory
 
 
+def swap_tokens(directory: Path) -> Path:
+    """Let two tokens of a tokenizer change places. Returns the directory."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = list(vocabulary)[5:7]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    file.write_text(json.dumps(content))
+    return directory
+
+
 def copy_of(source: Path, target: Path) -> Path:
     """A copy that may be changed."""
     return Path(shutil.copytree(source, target))
