@@ -24,7 +24,8 @@ from torch import Tensor
 
 import moetool
 from moetool.checkpoint.sizes import format_bytes
-from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, quantized_modules
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear
+from moetool.runtime.modules.quantized_in_model import quantized_modules
 
 BOTH = ("--include", "attention,embeddings")
 QUANTIZE = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
