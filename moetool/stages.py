@@ -1,4 +1,4 @@
-"""Every stage by name; `moetool.job.execute` plans and runs them."""
+"""Every stage by name; `moetool.job.planning` plans them, and `moetool.job.execute` runs them."""
 
 import importlib
 import inspect

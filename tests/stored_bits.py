@@ -1,15 +1,20 @@
 """Tiny checkpoints in the formats of other tools, as those write them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from moetool.checkpoint.reader import Checkpoint
+from moetool.errors import InvalidInputError
 
 FILE, CONFIG = "model.safetensors", "config.json"
 LEFT = ("embed_tokens", "lm_head", ".gate.weight", "shared_expert_gate", "norm")  # what makers of FP8 leave in 16 bits
@@ -77,6 +82,14 @@ def dequantized(path: Path, **options: Any) -> dict[str, Tensor]:
 def config_entry(path: Path) -> dict[str, Any]:
     """`quantization_config` of a checkpoint."""
     return json.loads((path / CONFIG).read_text())["quantization_config"]
+
+
+def check_refused(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object], says: str) -> None:
+    """A checkpoint whose tensors were changed is not opened, and the error says why."""
+    held = load_file(source / FILE)
+    change(held)
+    with pytest.raises(InvalidInputError, match=says):
+        Checkpoint.open(rewrite(source, target, held, config_entry(source)))
 
 
 def save_compressed_tensors(

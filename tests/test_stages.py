@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from moetool.cli.choosing import CHOICES
 from moetool.cli.names import COMMANDS, commands
 from moetool.costs.machine import Machine
-from moetool.job.execute import plan_stage, run_stage
+from moetool.job.execute import run_stage
 from moetool.job.options import RunOptions
+from moetool.job.planning import plan_stage
 from moetool.job.progress import Progress
 from moetool.stages import PLACES, stages
 

@@ -4,6 +4,12 @@ import re
 from functools import cached_property
 
 
+def decoder_layer(name: str) -> str:
+    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
+    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
 class DecoderLayers:
     """Names of the tensors of a model's `layers` decoder layers, each of which begins with `layer`, in which `{layer}`
     stands for its number."""

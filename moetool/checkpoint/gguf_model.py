@@ -1,11 +1,10 @@
 """Contents of a GGUF file under a checkpoint's names.
 
 Weights are dequantized to 16 bits (a file in fp32 stays so), or to fp32, which holds them exactly. Config and names
-come from `moetool.format.gguf`, the tokenizer from transformers, which reads GGUF's.
+come from `moetool.format.gguf`.
 """
 
 import json
-import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,11 @@ from torch import Tensor
 from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.gguf_config import GgufConfig
+from moetool.checkpoint.gguf_tokenizer import OF_TOKENIZER, write_tokenizer
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import InvalidInputError, in_one_line
 from moetool.format.gguf.families import family_in_file
 from moetool.format.gguf.family import GgufFamily
-from moetool.format.gguf.tokenizer import CUTTINGS
 from moetool.format.gguf.words import (
     EXPERT_BIASES,
     EXPERT_COUNT,
@@ -41,16 +40,11 @@ from moetool.format.gguf.words import (
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
-    from tokenizers import Tokenizer
     from transformers import PreTrainedConfig
 
-_LOGGER = logging.getLogger(__name__)
-
 _INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
-_VOCABULARY = "tokenizer.ggml."
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}  # tokens, by their entries and by GGUF's names
 _OF_ROPE = {ROPE_FACTORS, *LONG_ROPE_FACTORS.values()}  # tensors that the config tells of
-_UNUSED = 5  # the kind of a token that is none
 
 
 class Written(Protocol):
@@ -143,7 +137,7 @@ class GgufModel:
     @cached_property
     def has_tokenizer(self) -> bool:
         """Whether the file has a tokenizer, without which only programs that bring token ids can run it."""
-        return self._field(f"{_VOCABULARY}model") not in (None, "none", "no_vocab")
+        return self._field(f"{OF_TOKENIZER}model") not in (None, "none", "no_vocab")
 
     @cached_property
     def _moe(self) -> Architecture | None:
@@ -175,7 +169,7 @@ class GgufModel:
     @cached_property
     def _said(self) -> GgufConfig:
         shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self.tensors.items()}
-        said = {kind: self._field(f"{_VOCABULARY}{name}_token_id") for kind, name in _SPECIAL.items()}
+        said = {kind: self._field(f"{OF_TOKENIZER}{name}_token_id") for kind, name in _SPECIAL.items()}
         tokens = {kind: int(token) for kind, token in said.items() if token is not None}
         return GgufConfig(self.file, self._family, self._entries, shapes, self._read, self.dtype, tokens)
 
@@ -193,7 +187,8 @@ class GgufModel:
                 f"{self.file} says that it has {total} layers, and has tensors of {len(found)}. Download it again."
             )
         (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
-        self._write_tokenizer(directory)
+        if self.has_tokenizer:
+            write_tokenizer(self.file, directory, self._field)
         if not weights:
             return
         total, written = 0, self.file.stat().st_mtime_ns
@@ -321,52 +316,3 @@ class GgufModel:
         except NotImplementedError as error:
             raise InvalidInputError(f"{self.file}: {name} is stored as {stored.tensor_type.name}: {error}.") from error
         return torch.from_numpy(numbers.astype("float32", copy=True)).view(shape)
-
-    def _write_tokenizer(self, directory: Path) -> None:
-        if not self.has_tokenizer:
-            return
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.file.parent, gguf_file=self.file.name)
-        except Exception as error:  # transformers knows some tokenizers only, and says so in many ways
-            reason = in_one_line(error, 200)
-            raise InvalidInputError(f"transformers cannot read the tokenizer of {self.file}: {reason}") from error
-        if self._field(f"{_VOCABULARY}model") == "gpt2":
-            self._cut_as_said(tokenizer.backend_tokenizer)
-        tokenizer.save_pretrained(directory)
-        file = directory / "tokenizer.json"
-        rules = self._without_additions(json.loads(file.read_text(encoding="utf-8")))
-        file.write_text(json.dumps(rules, ensure_ascii=False), encoding="utf-8")
-
-    def _without_additions(self, rules: dict[str, Any]) -> dict[str, Any]:
-        """The rules of a tokenizer without tokens that its model does not know: those that fill up the embeddings
-        (`[PAD288]`), and GPT-2's `<|endoftext|>`, which transformers adds to files that have no such token."""
-        vocabulary = rules["model"].get("vocab")
-        if not isinstance(vocabulary, dict):
-            return rules
-        kinds = self._field(f"{_VOCABULARY}token_type") or []
-        ids = {*vocabulary.values()}
-        fillers = {f"[PAD{token}]": token for token, kind in enumerate(kinds) if kind == _UNUSED}
-        added = [token for token in rules["added_tokens"] if token["id"] in ids]
-        own = {text: token for text, token in vocabulary.items() if fillers.get(text) != token}
-        return {**rules, "added_tokens": added, "model": {**rules["model"], "vocab": own}}
-
-    def _cut_as_said(self, tokenizer: "Tokenizer") -> None:
-        """transformers knows some names only of how a text is cut, and takes the others for GPT-2's."""
-        from tokenizers import Regex, pre_tokenizers
-
-        name = self._field(f"{_VOCABULARY}pre")
-        if (cutting := CUTTINGS.get(str(name))) is None:
-            _LOGGER.warning(
-                "The tokenizer in %s cuts a text in a way of which moetool does not know the rules (%s): tokens may "
-                "differ from the model's own. Give its own checkpoint where that matters.",
-                self.file,
-                name,
-            )
-            return
-        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
-        steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cutting.patterns]
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cutting.patterns))
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        tokenizer.model.ignore_merges = cutting.ignores_merges

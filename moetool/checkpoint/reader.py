@@ -97,8 +97,13 @@ class Checkpoint:
         files, times = tuple(headers), tuple(header.written for header in headers.values())
         opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)._decoding()
         if is_known(config):
-            check_headers(opened.settings, config, {name: info.shape for name, info in opened.tensors.items()}, path)
+            check_headers(opened.settings, config, opened.shapes, path)
         return opened
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors, by name."""
+        return {name: info.shape for name, info in self.tensors.items()}
 
     @property
     def gguf_file(self) -> Path | None:

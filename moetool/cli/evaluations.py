@@ -8,6 +8,7 @@ from moetool.measure.results import (
     OWN_KIND_ALONE,
     Divergence,
     Evaluation,
+    Likeness,
     OverTexts,
     TextLoss,
     kind_in_words,
@@ -184,6 +185,13 @@ def _against(found: Divergence) -> list[tuple[str, str]]:
     return [
         ("against", f"{found.model} (perplexity {found.perplexity:.4f}, loss {found.nll:.6f})"),
         ("excess loss", f"{_excess(found)} nats per token"),
+        *same_tokens(found),
+    ]
+
+
+def same_tokens(found: Divergence | Likeness) -> list[tuple[str, str]]:
+    """How far predictions are from the original's."""
+    return [
         ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
         ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
     ]

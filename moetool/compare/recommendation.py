@@ -16,10 +16,10 @@ from moetool.compress.methods.auto import AutoOptions
 from moetool.errors import UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.estimate import estimate
-from moetool.job.execute import plan_stage
 from moetool.job.forecast import format_seconds
 from moetool.job.job import Source
 from moetool.job.options import Options
+from moetool.job.planning import plan_stage
 from moetool.job.result import Printed
 from moetool.job.writing import original_bytes
 from moetool.stages import stages

@@ -137,8 +137,7 @@ class Customized(Converted, Generic[SpecT]):
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        shapes = {name: info.shape for name, info in self.dense.checkpoint.tensors.items()}
-        return self.spec.moved(self.dense.architecture, shapes)
+        return self.spec.moved(self.dense.architecture, self.dense.checkpoint.shapes)
 
 
 def mean(parts: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,6 @@ from moetool.costs.phases import Phases, proof_phase, rewriting_phases, router_p
 from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
 from moetool.format.kinds.base import Counts
-from moetool.job.calibrated import calibration_windows
 from moetool.job.job import DenseSource, Input, Job, Source
 from moetool.job.options import TEXTS, RunOptions, TextOptions
 from moetool.job.own_text import own_text
@@ -33,6 +32,7 @@ from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
 from moetool.job.shards import ShardPlan
 from moetool.job.stage import Stage
+from moetool.job.windows import calibration_windows
 from moetool.job.writing import write_checkpoint
 from moetool.runtime.dense import DenseModel
 

@@ -1,6 +1,5 @@
 """Headers of a checkpoint that does not exist yet, from its `config.json` alone, to plan jobs on it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
 from moetool.checkpoint.reader import Checkpoint, read_config
@@ -19,7 +19,7 @@ from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
-from moetool.runtime.building import empty_model, names_on_disk
+from moetool.runtime.building import check_shape, empty_model, lacking, names_on_disk
 from moetool.runtime.loading import refuse_other_head
 
 
@@ -37,16 +37,11 @@ def check_promised(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
     these shapes."""
     promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
+    if missing := [name for name in promised if name not in shapes]:
+        refuse_other_head(checkpoint)
+        raise lacking(checkpoint, missing)
     for name, info in promised.items():
-        if name not in shapes:
-            refuse_other_head(checkpoint)
-            raise InvalidInputError(
-                f"{checkpoint.source} has no tensor {name}, which its config.json promises. Download it again."
-            )
-        if (found := shapes[name]) != info.shape:
-            raise InvalidInputError(
-                f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(info.shape)}."
-            )
+        check_shape(checkpoint, name, shapes[name], info.shape)
     return promised
 
 
@@ -54,21 +49,15 @@ def check_against_config(checkpoint: Checkpoint) -> None:
     """Raise `InvalidInputError` unless the files hold the tensors that the config promises, in these shapes, and no
     layers beyond them."""
     promised = check_promised(checkpoint)
-    layers = {layer_of(name) for name in promised}
+    layers = {decoder_layer(name) for name in promised}
     for name in checkpoint.tensors:
-        if name not in promised and layer_of(name) not in layers:
+        if name not in promised and decoder_layer(name) not in layers:
             raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
 
 
 def _today(name: str) -> str:
     """The name that transformers gives a tensor today: first BERTs on the hub have TensorFlow's for their norms."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def layer_of(name: str) -> str:
-    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
-    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
-    return found[0] if found else ""
 
 
 def imagine(source: str, path: Path, config: dict[str, object]) -> Checkpoint:

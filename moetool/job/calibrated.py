@@ -8,105 +8,33 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.architectures.dense import is_encoder
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import kept_dtype, stretch
 from moetool.calibration.masking import masked_windows
 from moetool.calibration.mixing import ONE_KIND
-from moetool.calibration.opening import Bos, opening_text
+from moetool.calibration.opening import opening_text
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.calibration.sweep import Sweep
-from moetool.calibration.windows import DrawnWindows, OwnText, check_tokens, drawn_windows, load_tokenizer
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.experts import Weights
-from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.files import save_tensors
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.included_codes import IncludedCodes, hand_on
-from moetool.job.job import DenseSource, Input, Job, Source
+from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
-from moetool.job.own_text import blank_text, own_text
+from moetool.job.own_text import own_text
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
+from moetool.job.windows import bos_of, drawn_for
 from moetool.runtime.modules.fused import fused_matrix
 
 Visit = Callable[[int, nn.Module], None]
+MeasureLayer = Callable[[int, nn.Module], dict[str, Tensor]]
 
-EVALUATE = "Evaluate"
 _TEXT = "text"  # the unit that notes which one it is
-
-
-def calibration_windows(source: Input, options: TextOptions, own: OwnText) -> Tensor:
-    """The calibration set `[samples, sequence_length]` of token ids, with what `own` gives for the model's own text.
-
-    Raises:
-        UsageError: no text given.
-        InvalidInputError: text or tokenizer cannot be used.
-    """
-    return _drawn(source, options, 0, own).windows
-
-
-def held_out(source: Input, options: TextOptions, count: int) -> Tensor:
-    """Draw windows `[count, sequence_length]` of the calibration text that are not in the calibration set.
-
-    Raises:
-        UsageError: no text given, or too little of it.
-        InvalidInputError: text or tokenizer cannot be used.
-    """
-    windows = _drawn(source, options, count, blank_text).others
-    if len(windows) < count:
-        raise UsageError(
-            f"The calibration text has {len(windows)} windows of {options.sequence_length} tokens besides the "
-            f"{options.samples} that are measured on, and {count} are to be held out. Give more text, shorter windows "
-            "(--sequence-length), or fewer of either (--samples, --held-out)."
-        )
-    return windows
-
-
-def _drawn(source: Input, options: TextOptions, more: int, own: OwnText) -> DrawnWindows:
-    """Draw the calibration set, and so many windows `more`, or as many as there are."""
-    if options.calibration is None:
-        raise UsageError("Give a calibration text: --calibration FILE.")
-    drawn = drawn_windows(
-        options.calibration,
-        load_tokenizer(source.checkpoint.path),
-        samples=options.samples,
-        more=more,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
-        bos=_bos(source, options),
-        mix=options.mix,
-        insist="mix" in options.model_fields_set,
-        own=own,
-    )
-    for windows in (drawn.windows, drawn.others):
-        check_tokens(windows, source.checkpoint.settings)
-    return drawn
-
-
-def streamed_losses(
-    job: Job[Source], checkpoint: Checkpoint, windows: Tensor, directory: Path, experts_at_once: int
-) -> Tensor:
-    """Mean next-token loss of each window by a checkpoint of the job's family, one layer in memory at a time:
-    `[windows]` fp64. Between layers, a requested stop is obeyed. Hidden states wait in `directory`."""
-    from moetool.calibration.streaming import StreamedModel
-
-    model = StreamedModel(
-        checkpoint, job.source.architecture, job.compute_dtype, job.device, experts_at_once=experts_at_once
-    )
-    kept, tick = kept_dtype(job.source.dtype, job.compute_dtype), job.progress.advance
-    directory.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(model, windows, directory, tick, kept=kept)
-    with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count):
-        for _ in sweep.through_layers():
-            job.interrupt.check()
-        losses = sweep.losses()
-    sweep.hidden(model.layer_count).path.unlink()
-    return losses
-
-
-def _bos(source: Input, options: TextOptions) -> Bos:
-    return "never" if is_encoder(source.checkpoint.config) else options.bos
 
 
 class CalibratedJob:
@@ -132,7 +60,7 @@ class CalibratedJob:
         from moetool.calibration.streaming import StreamedModel  # transformers: seconds, and not for --help
 
         self.job = job
-        drawn = _drawn(job.source, options, 0, own_text(job, options))
+        drawn = drawn_for(job.source, options, 0, own_text(job, options))
         windows, counts = drawn.windows, drawn.counts
         for remark in drawn.remarks:
             job.progress.log(remark)
@@ -151,7 +79,7 @@ class CalibratedJob:
             # A resumed run must go on with the very text it began with, whatever the file of that name holds by now.
             raise UsageError("The calibration text has changed since this run began. Start again with --overwrite.")
         tokenizer = load_tokenizer(job.source.checkpoint.path)
-        begin = opening_text(tokenizer, _bos(job.source, options))
+        begin = opening_text(tokenizer, bos_of(job.source, options))
         if begin is not None:
             job.progress.log(f"Every window begins with {begin}.")
         dtype = job.gradient_dtype if gradients else job.compute_dtype
@@ -212,6 +140,23 @@ class CalibratedJob:
         passing = self.forward_pass(visit, layers)
         with phase(self.job.progress, "Forward", passing.steps):
             passing.through(self.model.layer_count - 1)
+
+    def measured(
+        self, what: str, measure: MeasureLayer, layers: Collection[int] | None = None
+    ) -> dict[int, dict[str, Tensor]]:
+        """Take the whole text through all layers at once, and return by layer what `measure(index, layer)` gives of
+        each that it visits, as `visit` of `forward_pass` does; the first process keeps it in the work directory."""
+        visited = self.source.experts.moe_layers if layers is None else layers
+        files = {layer: self.job.work / f"{what}-{layer:05d}.safetensors" for layer in visited}
+
+        def visit(index: int, layer: nn.Module) -> None:
+            found = measure(index, layer)
+            if self.job.ranks.is_first:
+                save_tensors(files[index], found)
+
+        self.forward_visiting(visit, layers)
+        self.job.meet()
+        return {layer: load_file(file) for layer, file in files.items()}
 
     def reverse(
         self,

@@ -12,15 +12,17 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.job.plan import fingerprint
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import check_place
+from moetool.runtime.building import check_sizes
 
 
 def check_job(stage: AnyStage, directory: Path) -> None:
-    """Check what a stage reads, that it would not write over that, and that it could write.
+    """Check what a stage reads, that it would not write over that, that it could write, and that transformers would
+    load the input of a stage that writes a model: else it is no source of one.
 
     Raises:
         UsageError: the directory is the input or the text, or inside or around one of them.
         InvalidInputError: a text is missing, empty, of an unknown kind, or without its column; or there is a text, and
-            no tokenizer for it.
+            no tokenizer for it; or transformers would not load the input.
         ResourceError: the file system takes no file there.
     """
     _refuse_self(stage.source.checkpoint.path, directory, "the input")
@@ -33,6 +35,8 @@ def check_job(stage: AnyStage, directory: Path) -> None:
     there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
     with storage_errors(directory), tempfile.TemporaryFile(dir=there):
         pass
+    if stage.writes_model:
+        check_sizes(stage.source.checkpoint)
 
 
 def check_output(stage: AnyStage, directory: Path, *, resume: bool, overwrite: bool) -> None:

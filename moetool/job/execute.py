@@ -1,4 +1,4 @@
-"""Execution of a stage: checks, plan, work, verification and proof of its output."""
+"""Execution of a stage: checks, work, verification and proof of its output."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,145 +8,39 @@ from pathlib import Path
 
 import torch
 
-from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.files import storage_problem
 from moetool.checkpoint.manifest import read_manifest
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import MoetoolError, UsageError, VerificationError
-from moetool.job.blueprint import open_for_planning
 from moetool.job.books import Books, RankBooks
-from moetool.job.calibrated import calibration_windows
-from moetool.job.checks import check_job, check_output, identity, output_directory
+from moetool.job.checks import check_job, identity, output_directory
 from moetool.job.conditions import Conditions, with_threads
 from moetool.job.estimate import estimate
 from moetool.job.inputs import Inputs
 from moetool.job.interrupt import listening
-from moetool.job.job import Input, Job, Source
+from moetool.job.job import Job
 from moetool.job.memory import anonymous_bytes
 from moetool.job.metering import Meter, inputs_read, write_costs
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.own_text import blank_text, planned
-from moetool.job.plan import Plan
+from moetool.job.planning import kept_experts, too_large
 from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
 from moetool.job.ranks import Ranks, joined
 from moetool.job.records import check_records
-from moetool.job.result import Details, Json, Result, Sizes
+from moetool.job.result import Details, Result, Sizes
 from moetool.job.stage import AnyStage
+from moetool.job.windows import calibration_windows
 from moetool.job.workspace import (
     Workspace,
     check_finished,
     is_finished,
-    noted_conditions,
 )
-from moetool.job.writing import original_bytes, original_size
 from moetool.quiet import quiet
-from moetool.runtime.building import check_sizes
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 
 _MEASURED = "measured"  # the last unit of what stages share
-
-
-def plan_stage(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> Plan:
-    """Plan a stage from file headers, or from `config.json` alone if there are no weights; from those of a checkpoint
-    that `open_for_planning` has opened if it is one.
-
-    Nothing is written and no weights are downloaded.
-    """
-    return _told(_for_planning(kind, source, options))
-
-
-def dry_run(
-    kind: type[AnyStage],
-    source: str | Path,
-    output: str | Path,
-    options: RunOptions,
-    *,
-    resume: bool,
-    overwrite: bool = False,
-) -> tuple[Plan, Plan | None]:
-    """Plan a stage, and once more in bfloat16 where that is a choice, after the checks of `run_stage` that take no
-    longer than a second.
-
-    Raises:
-        MoetoolError: as `run_stage`, but for what is found in weights and on the way, and for memory and disk.
-    """
-    directory = output_directory(output)
-    options = options.keeping(_kept(directory) if resume and not overwrite else None)
-    stage = _for_planning(kind, source, options)
-    plan = _told(stage)
-    if not stage.source.checkpoint.is_imagined:  # else the job is for where the weights are, and maybe the text
-        check_job(stage, directory)
-        _check_input(stage)
-    check_output(stage, directory, resume=resume, overwrite=overwrite)
-    quicker = stage.in_bfloat16()
-    return plan, None if quicker is None else planned(kind(stage.source, quicker))
-
-
-def _check_input(stage: AnyStage) -> None:
-    """Raise `InvalidInputError` for an input that transformers would not load: it is no source of what it would."""
-    if stage.writes_model:
-        check_sizes(stage.source.checkpoint)
-
-
-def _for_planning(kind: type[AnyStage], source: str | Path | Checkpoint, options: RunOptions) -> AnyStage:
-    opened = kind.opened(source if isinstance(source, Checkpoint) else open_for_planning(source))
-    check_records(opened)
-    return kind(opened, options)
-
-
-def _told(stage: AnyStage) -> Plan:
-    plan = planned(stage)
-    text = getattr(stage.options, "calibration", None)
-    more: dict[str, Json] = {} if text is None else {"calibration": text}
-    windows = stage.due_windows
-    if windows is not None:
-        more["texts"] = str(windows)
-    own, large = plan.details.get("note"), _too_large(stage, plan)
-    one_kind = ONE_KIND if windows is not None and windows.is_of_one_kind else None
-    if notes := [str(note) for note in (own, large, one_kind) if note is not None]:
-        more["note"] = " ".join(notes)
-    if stage.source.checkpoint.is_imagined:
-        more["headers"] = "config.json alone"
-    if stage.source.checkpoint.stored_as is not None:
-        more |= _stored(stage.source)
-    if (gguf := stage.gguf_bytes) is not None:
-        more["gguf_bytes"] = gguf
-    return replace(plan, details={**plan.details, **more})
-
-
-def _too_large(stage: AnyStage, plan: Plan) -> str | None:
-    """A sentence where a compression makes nothing smaller, as of a model that is published in as few bits."""
-    if stage.method_of != "compress" or not isinstance(stage.source, Source):
-        return None
-    original, given = original_bytes(stage.source), stage.source.checkpoint.given_bytes
-    if plan.output_bytes < min(original, given):
-        return None
-    size = original_size(stage.source) if original <= given else f"{format_bytes(given)} in GGUF"
-    return (
-        f"The result takes {format_bytes(plan.output_bytes)}, and what it is made from {size}: nothing is saved. "
-        "Take fewer bits, or a method with --size."
-    )
-
-
-def _stored(source: Input) -> dict[str, Json]:
-    """What a plan says of an input that another tool has quantized."""
-    checkpoint, dtype = source.checkpoint, str(source.dtype).removeprefix("torch.")
-    experts = source.experts.names if isinstance(source, Source) else ()
-    what = "matrices beside the experts" if experts else "matrices that are passed on"
-    if isinstance(source, Source) and source.keeps_stored:
-        told = f"{checkpoint.stored_as}; {what} stay as they are stored"
-        return {"stored_as": told, "decoded_bytes": checkpoint.shown_bytes}
-    said = f"{checkpoint.stored_as}; {what} are written in {dtype}, {format_bytes(checkpoint.growth(experts))} more"
-    return {"stored_as": said, "decoded_bytes": checkpoint.shown_bytes}
-
-
-def _kept(directory: Path) -> int | None:
-    """How many experts are in memory together in the run that is unfinished in a directory, if there is one."""
-    noted = Conditions.noted(noted_conditions(directory))
-    return None if noted is None else noted.experts_at_once
 
 
 def run_stage(
@@ -207,15 +101,14 @@ def _lead(
     opened = kind.opened(Checkpoint.open(source))
     check_records(opened)
     directory = output_directory(output)
-    kept = _kept(directory) if resume and not overwrite else None
+    kept = kept_experts(directory) if resume and not overwrite else None
     if kept is None and measured is not None:
-        kept = _kept(measured)
+        kept = kept_experts(measured)
     options = options.keeping(kept)
     stage = kind(opened, options)
     plan = planned(stage)
     meter = Meter(progress, directory)
     check_job(stage, directory)
-    _check_input(stage)
     made_by = identity(stage)
     inputs = Inputs(stage.inputs(), said_same=same_input)
     if resume and not overwrite and is_finished(directory):
@@ -224,7 +117,7 @@ def _lead(
         ranks.broadcast(None)
         sizes = _verified(stage, directory, edited=True)
         return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
-    if (large := _too_large(stage, plan)) is not None:
+    if (large := too_large(stage, plan)) is not None:
         progress.log(large)
     needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
     needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
@@ -316,7 +209,7 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
     """
     began = time.monotonic()
     return_freed_memory()
-    kept = _kept(directory)
+    kept = kept_experts(directory)
     settled = kept or min((count for stage in stages if (count := stage.plan().experts_at_once)), default=None)
     first = type(stages[0])(stages[0].source, stages[0].options.keeping(settled))
     plan = planned(first)

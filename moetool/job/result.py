@@ -48,6 +48,16 @@ def _plain(value: object) -> Json:
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 
+def significant(value: float) -> float:
+    """The number to four digits, as results show errors."""
+    return float(f"{value:.4g}")
+
+
+def relative_error(lost: float, total: float) -> float:
+    """√(lost / total) of two sums of squares, to four digits; 0 where the total is."""
+    return significant((lost / total) ** 0.5 if total else 0.0)
+
+
 @dataclass(frozen=True)
 class CalibrationFacts(Printed):
     """The calibration text of a job.

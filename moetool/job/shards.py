@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.writer import CheckpointWriter, TensorSpec
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import with_stored
@@ -56,6 +57,14 @@ class ShardPlan:
     def nbytes(self) -> int:
         """Exact size in bytes of all weight files together, headers included."""
         return self.writer(Path()).nbytes
+
+
+def by_layer(specs: Iterable[TensorSpec], shard_size: int) -> ShardPlan:
+    """The shards for tensors of any model, whose units are those of a decoder layer by their names, numbered as met."""
+    units: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        units.setdefault(decoder_layer(spec.name), []).append(spec)
+    return ShardPlan(enumerate(units.values()), shard_size)
 
 
 class PassingPlan(ShardPlan):

@@ -1,7 +1,7 @@
 """Base class of stages: options, a plan from headers alone, and the work."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -125,8 +125,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         assert isinstance(before, Source), "stages of other inputs verify their output themselves"
         after = Source.open(output)
         lost = set(before.checkpoint.tensors) - set(after.checkpoint.tensors)
-        if missing := sorted(lost - before.experts.names - joined_names(after)):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        refuse_lost(lost - before.experts.names - joined_names(after))
         return self.sizes(before, after.checkpoint.weight_bytes)
 
     @staticmethod
@@ -167,6 +166,12 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
 
 # Of any options and source, which a kind of stage alone brings together.
 AnyStage: TypeAlias = Stage[Any, Any]
+
+
+def refuse_lost(names: Collection[str]) -> None:
+    """Raise `VerificationError` if there are names of the input's tensors that the output lacks."""
+    if names:
+        raise VerificationError(f"The output lacks {len(names)} tensors of the input, the first {min(names)}.")
 
 
 def found_here(names: Iterable[str]) -> list[Path]:

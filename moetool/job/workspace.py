@@ -240,7 +240,7 @@ def is_finished(output: Path) -> bool:
     return _holds_only(work, work / _LOCK) or Journal(work / _JOURNAL, "").is_done(FINISHED)
 
 
-def check_finished(output: Path, fingerprint: str, source: Checkpoint | None = None) -> None:
+def check_finished(output: Path, fingerprint: str, source: Checkpoint) -> None:
     """Remove what a finished run may have left when it died. Raises as `_check_made_by`."""
     _check_made_by(output, fingerprint, source)
     work = output / WORK_DIRECTORY
@@ -323,8 +323,8 @@ def _check_settings(output: Path, journal: Journal, fingerprint: str) -> None:
     )
 
 
-def _check_made_by(output: Path, fingerprint: str, source: Checkpoint | None) -> None:
-    """Refuse a finished result as what a run would have made; a `source` tells whether an earlier moetool knew it.
+def _check_made_by(output: Path, fingerprint: str, source: Checkpoint) -> None:
+    """Refuse a finished result as what a run would have made; the `source` tells whether an earlier moetool knew it.
 
     Raises:
         UsageError: it was made with other settings, or by an older moetool, which did not note them.
@@ -334,7 +334,7 @@ def _check_made_by(output: Path, fingerprint: str, source: Checkpoint | None) ->
     made_by = manifest.run
     if made_by is None:
         raise UsageError(f"{output} is finished, and does not say with which settings: there is nothing to resume.")
-    if made_by != fingerprint and source is not None and is_known_by_earlier(source, manifest.source_fingerprint):
+    if made_by != fingerprint and is_known_by_earlier(source, manifest.source_fingerprint):
         raise UsageError(
             f"{output} is finished, and was made by an earlier moetool, which noted less of its input than this one "
             "compares: whether that is still the same cannot be told. --overwrite makes it again."

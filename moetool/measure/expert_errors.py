@@ -20,6 +20,7 @@ from moetool.architectures import Role
 from moetool.format.layout import LayerLayout
 from moetool.job.job import Source
 from moetool.job.progress import Progress, phase
+from moetool.job.result import relative_error, significant
 from moetool.job.stage import AnyStage, Effect
 from moetool.representations import Representation
 
@@ -92,8 +93,8 @@ class ExpertErrors:
                 for role in self._made.shape.roles:
                     found = [self._find(layer, role, expert) for expert in range(self._made.count(layer))]
                     lost, total = (sum(own.error**2 for own in found), sum(own.whole**2 for own in found))
-                    self.relative[layer][role] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
-                    self.by_expert[layer][role] = [float(f"{own.relative:.4g}") for own in found]
+                    self.relative[layer][role] = relative_error(lost, total)
+                    self.by_expert[layer][role] = [significant(own.relative) for own in found]
                     if "trains" not in self._effects:
                         self.problems += self._wrong(layer, role, found, made_good)
                     # Up was moved to where it makes good for what gate loses; down makes good for neither.

@@ -1,6 +1,6 @@
 """Result records of `moetool inspect` (docs/json.md)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +108,20 @@ class MaskedLayer(Printed):
     channels: int
     mean_density: float
     union_density: float
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The number of its decoder layer, and its type, from its name."""
+        parts = self.site.split(".")
+        number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+        return parts[number], parts[-1]
+
+
+def densities(sites: Collection[MaskedLayer]) -> tuple[float, float]:
+    """The mean and the union density of several linear layers, weighted by their channels."""
+    channels = sum(site.channels for site in sites)
+    mean = sum(site.mean_density * site.channels for site in sites) / channels
+    return mean, sum(site.union_density * site.channels for site in sites) / channels
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _inspect_custom(path: str | Path, checkpoint: Checkpoint, files: Files) -> I
     spec = custom_module(config)
     assert spec is not None
     dense = find_dense_architecture(config)
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    shapes = checkpoint.shapes
     counts = spec.counts(dense, shapes)
     down, is_transposed = _down(checkpoint, dense, spec)
     hidden, intermediate = down.shape[::-1] if is_transposed else down.shape

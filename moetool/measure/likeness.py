@@ -9,20 +9,20 @@ from pydantic import Field
 from torch import Tensor
 
 from moetool.architectures.base import Architecture
-from moetool.architectures.dense import DenseArchitecture, find_dense_architecture, is_encoder
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.calibration.windows import evaluation_windows, load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
 from moetool.job.job import pick_device
-from moetool.job.options import fit_context
 from moetool.job.progress import Progress, phase
+from moetool.job.result import relative_error
 from moetool.measure.divergence import Batches
 from moetool.measure.loading import computed_in
 from moetool.measure.options import LoadedOptions
 from moetool.measure.perplexity import EvaluationOptions, perplexity
-from moetool.measure.predictions import marks
+from moetool.measure.predictions import fitted
 from moetool.measure.results import Likeness
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     assert text is not None
     result, source = Checkpoint.open(made), Checkpoint.open(original)
     tokenizer = load_tokenizer(result.path)
-    encoder = is_encoder(result.config)
-    options = fit_context(options, result.settings, sum(map(len, marks(tokenizer))) if encoder else 0)
+    options = fitted(options, result, tokenizer)
     same = ("windows", "sequence_length", "bos", "device", "compute_dtype", "keep")
     shared = {name: getattr(options, name) for name in same}
     evaluated = perplexity(str(made), EvaluationOptions(data=text, against=str(original), **shared), progress)
@@ -81,9 +80,8 @@ def measure_likeness(made: str | Path, original: str | Path, options: LikenessOp
     assert found is not None
     errors = None
     if (unlike := _incomparable(result, source)) is None:
-        bos: Bos = "never" if encoder else options.bos
         windows = evaluation_windows(
-            text, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=bos
+            text, tokenizer, sequence_length=options.sequence_length, limit=options.windows, bos=options.bos
         )
         errors = layer_errors(result, source, windows.split(evaluated.batch_rows), options, progress)
     elif options.max_layer_error is not None:
@@ -163,7 +161,7 @@ def layer_errors(
             true, given = (_outputs(model, index, hidden, batches) for model in models)
             lost = sum(_energy(ours - theirs) for ours, theirs in zip(given, true, strict=True))
             total = sum(_energy(after - before) for after, before in zip(true, hidden, strict=True))
-            errors[index] = float(f"{(lost / total) ** 0.5 if total else 0.0:.4g}")
+            errors[index] = relative_error(lost, total)
             hidden = true
             progress.advance()
     return errors

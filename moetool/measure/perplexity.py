@@ -20,11 +20,10 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
-from moetool.job.options import fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
 from moetool.measure.options import EvaluatedOptions
-from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, exp_loss, marks, prediction_losses
+from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, exp_loss, fitted, prediction_losses
 from moetool.measure.results import Evaluation, OverTexts, SynthesisResult, TextLoss
 from moetool.measure.texts import BatchedTexts, calibration_sources, is_own_kind, open_texts
 from moetool.runtime.modules.batch_dependence import depends_on_batch
@@ -61,15 +60,14 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)
-    options = fit_context(options, checkpoint.settings, sum(map(len, marks(tokenizer))) if encoder else 0)
-    bos: Bos = "never" if encoder else options.bos
+    options = fitted(options, checkpoint, tokenizer)
     texts = open_texts(
         options.data,
         checkpoint,
         tokenizer,
         sequence_length=options.sequence_length,
         limit=options.windows,
-        bos=bos,
+        bos=options.bos,
         progress=progress,
     )
     batch = max(1, options.batch_tokens // options.sequence_length)
@@ -116,7 +114,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
         windows=sum(text.windows for text in told),
         tokens=sum(text.tokens for text in told),
         sequence_length=options.sequence_length,
-        begin=opening_text(tokenizer, bos),
+        begin=opening_text(tokenizer, options.bos),
         protocol="pseudo-perplexity" if encoder else "perplexity",
         synthesized=synthesis.chosen,
         synthesis=SynthesisResult.of(synthesis),

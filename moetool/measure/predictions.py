@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moetool.architectures.dense import is_encoder
 from moetool.calibration.masking import mask_token
 from moetool.calibration.opening import Tokenizer
+from moetool.checkpoint.reader import Checkpoint
+from moetool.job.options import OptionsT, fit_context
 from moetool.kernels.rounding import exact_products
 
 if TYPE_CHECKING:
@@ -73,6 +76,19 @@ def marks(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids of the tokens that the tokenizer puts before and after a text."""
     before, after = ([] if mark is None else [mark] for mark in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     return before, after
+
+
+def fitted(options: OptionsT, checkpoint: Checkpoint, tokenizer: Tokenizer) -> OptionsT:
+    """Options of a text with windows that fit the model's context; of an encoder between the tokenizer's marks, which
+    are all that it begins with.
+
+    Raises:
+        UsageError: as `fit_context`.
+    """
+    if not is_encoder(checkpoint.config):
+        return fit_context(options, checkpoint.settings)
+    shorter = fit_context(options, checkpoint.settings, sum(map(len, marks(tokenizer))))
+    return shorter.model_copy(update={"bos": "never"})
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@
 true activations. (The authors' code takes them from normalised inputs without the bias, which are others.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +79,6 @@ def train_selector(
     layer: int,
     epochs: int,
     as_published: bool = False,
-    tick: Callable[[], None] = lambda: None,
 ) -> TrainedSelector:
     """Fit a selector by binary cross-entropy to scores s / (s + m), m the least of those that are to be chosen (Adam,
     batches of 512), and keep the epoch that captures most on a held-out tenth.
@@ -96,7 +94,6 @@ def train_selector(
         layer: of the model, part of the seed.
         epochs: over the training part.
         as_published: learn scores over their largest.
-        tick: called after every epoch.
     """
     stream = generator(seed, "selector", layer)
     order = torch.randperm(len(inputs), generator=stream)
@@ -126,7 +123,6 @@ def train_selector(
             optimizer.step()
         if (result := judged())[0] > kept_result[0]:
             kept, kept_result = (first.detach().clone(), second.detach().clone()), result
-        tick()
     return TrainedSelector(*kept, *kept_result)
 
 

@@ -13,7 +13,7 @@ from moetool.errors import VerificationError
 from moetool.job.job import Job, Source
 from moetool.job.origins import expert_origins, with_experts
 from moetool.job.result import Sizes
-from moetool.job.stage import Stage, StageOptionsT
+from moetool.job.stage import Stage, StageOptionsT, refuse_lost
 from moetool.job.writing import original_bytes, passed_on, with_the_rest, write_checkpoint
 from moetool.reduce.choosing import Fewer, Merged
 from moetool.reduce.merging import layer_tensors
@@ -96,8 +96,7 @@ class Leaving(Stage[StageOptionsT]):
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)
         kept = set(before.checkpoint.tensors) - before.experts.names - lost_names(before)
-        if missing := sorted(kept - set(after.checkpoint.tensors)):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        refuse_lost(kept - set(after.checkpoint.tensors))
         if (found := after.experts.shape.experts) != self.fewer.kept:
             raise VerificationError(f"The output has {found} experts in a layer, not {self.fewer.kept}.")
         original, written = original_bytes(before), after.checkpoint.weight_bytes

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar
 
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moetool.checkpoint.files import save_tensors
 from moetool.costs.building_blocks import ModelSize, calibration_forward, moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
@@ -141,17 +139,13 @@ class Reduction(Leaving[ReduceOptionsT]):
     def _measure(self, job: Job) -> tuple[dict[int, dict[str, Tensor]], CalibratedJob]:
         """Scores by layer, measured on the calibration text."""
         calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
-        files = {layer: job.work / f"scores-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
 
-        def visit(index: int, layer: nn.Module) -> None:
+        def measure(index: int, layer: nn.Module) -> dict[str, Tensor]:
             scores = self._scores(calibrated, index, layer)
             calibrated.sweep.forward(index, layer, [scores])
-            if job.ranks.is_first:
-                save_tensors(files[index], scores.tensors())
+            return scores.tensors()
 
-        calibrated.forward_visiting(visit)
-        job.meet()
-        return {layer: load_file(file) for layer, file in files.items()}, calibrated
+        return calibrated.measured("scores", measure), calibrated
 
 
 def _log_unreached(job: Job, tokens: Mapping[int, Tensor]) -> None:

@@ -17,10 +17,11 @@ from moetool.errors import ResourceError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.card import chosen_options, public
 from moetool.job.checks import output_directory
-from moetool.job.execute import dry_run, plan_stage, run_stage, verified_sizes
+from moetool.job.execute import run_stage, verified_sizes
 from moetool.job.memory import anonymous_bytes
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
+from moetool.job.planning import dry_run, plan_stage
 from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
 from moetool.job.result import Details, Result, Sizes
@@ -66,7 +67,7 @@ def dry_run_repaired(
     resume: bool = False,
     overwrite: bool = False,
 ) -> tuple[Plan, None]:
-    """Plan as `plan_repaired`, after the checks of `job.execute.dry_run`; never in bfloat16, where a repair computes
+    """Plan as `plan_repaired`, after the checks of `job.planning.dry_run`; never in bfloat16, where a repair computes
     nothing."""
     directory, between = output_directory(output), unrepaired_path(output)
     _check_place(output, between, resume=resume, overwrite=overwrite)

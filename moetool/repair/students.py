@@ -13,11 +13,11 @@ from torch import Tensor
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
-from moetool.errors import UsageError, VerificationError
-from moetool.job.blueprint import layer_of
+from moetool.errors import UsageError
 from moetool.job.job import Input, Job, Source
 from moetool.job.result import CalibrationFacts, Sizes
-from moetool.job.shards import OutputPlan, ShardPlan
+from moetool.job.shards import OutputPlan, ShardPlan, by_layer
+from moetool.job.stage import refuse_lost
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.repair.costs import TrainedModel
 from moetool.repair.options import RepairOptions, Trained
@@ -231,14 +231,12 @@ class MoefiedStudent(CheckpointStudent):
         return replace(self.trained, loaded=nbytes * torch.float32.itemsize // self.source.dtype.itemsize)
 
     def passed(self) -> Passed:
-        checkpoint, units = self.source.checkpoint, dict[str, list[TensorSpec]]()
-        for name, info in sorted(checkpoint.tensors.items()):
-            units.setdefault(layer_of(name), []).append(TensorSpec(name, info.dtype, info.shape))
-        plan = ShardPlan(enumerate(units.values()), self.options.shard_size)
+        checkpoint = self.source.checkpoint
+        specs = [TensorSpec(name, info.dtype, info.shape) for name, info in sorted(checkpoint.tensors.items())]
+        plan = by_layer(specs, self.options.shard_size)
         return Passed(plan, checkpoint.read, (), checkpoint.config)
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source.checkpoint, MoefiedSource.of(Checkpoint.open(output)).checkpoint
-        if missing := sorted(before.tensors.keys() - after.tensors.keys()):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        refuse_lost(before.tensors.keys() - after.tensors.keys())
         return Sizes(before.weight_bytes, after.weight_bytes)

@@ -33,7 +33,7 @@ from moetool.repair.texts import Texts
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.neuron_experts import NeuronExperts
-from moetool.runtime.modules.quantized import quantized_modules
+from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.tune.trainer import recompute_activations
 

@@ -92,6 +92,11 @@ def elided(name: str) -> str:
     return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
 
 
+def begun(name: str) -> str:
+    """The beginning of what is too long to stand beside a chart: of a phase or a text, what tells it from others."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
 def by_layer(title: str, layers: Sequence[int], series: Mapping[str, Values], axis: str, *, log: bool = False) -> Chart:
     """Chart of values by layer: bars, or lines for models of many layers."""
     if len(layers) > FEW:

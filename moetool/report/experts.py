@@ -1,10 +1,10 @@
 """Sections of a report on experts: their storage, mergers, neurons and tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moetool.architectures import ROLES, Role
 from moetool.convert.results import Activations
-from moetool.measure.inspected import MaskedLayer, Masks
+from moetool.measure.inspected import Masks, densities
 from moetool.measure.results import RoutingResult
 from moetool.report.charts import Bars, Chart, Heat, Values, by_layer, elided
 from moetool.report.likeness import pairs
@@ -61,7 +61,7 @@ def merged(told: Sequence[MergedExperts]) -> Section:
 
 def landed(masks: Masks) -> Section:
     """Section of a SIMoE model: density of each layer's masks, and their overlap."""
-    places = [(_place(site.site), site) for site in masks.moe]
+    places = [(site.place, site) for site in masks.moe]
     layers = list(dict.fromkeys(layer for (layer, _), _ in places))
     kinds = list(dict.fromkeys(kind for (_, kind), _ in places))
     found = dict(places)
@@ -81,7 +81,7 @@ def landed(masks: Masks) -> Section:
         pairs("Overlap of experts", masks.overlap, "share in common"),
     ]
     rows = [
-        (name, f"{_weighted(sites, 'mean_density'):.1%}", f"{_weighted(sites, 'union_density'):.1%}")
+        (name, *(f"{density:.1%}" for density in densities(sites)))
         for name, sites in [
             *((f"layer {layer}", [site for (own, _), site in places if own == layer]) for layer in layers),
             *((kind, [site for (_, own), site in places if own == kind]) for kind in kinds),
@@ -95,19 +95,6 @@ def landed(masks: Masks) -> Section:
         tables=[PageTable(title="Open channels", headers=("where", "per expert", "any expert"), rows=rows)],
         notes=["Overlap: the share of an expert's channels (rows) that another (columns) opens, too."],
     )
-
-
-def _place(site: str) -> tuple[str, str]:
-    """The layer and the type of a linear layer, from its name."""
-    parts = site.split(".")
-    place = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
-    return parts[place], parts[-1]
-
-
-def _weighted(sites: Iterable[MaskedLayer], density: str) -> float:
-    """Mean density of the masks, weighted by the channels of each site."""
-    every = list(sites)
-    return sum(vars(site)[density] * site.channels for site in every) / sum(site.channels for site in every)
 
 
 def neurons(activations: Mapping[int, Activations]) -> Section:

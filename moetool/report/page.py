@@ -15,10 +15,12 @@ from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
 from moetool.report import pictures
 from moetool.report.experts import landed, merged, neurons, reached, stored
+from moetool.report.jobs import time_and_memory, training
 from moetool.report.likeness import analysed
 from moetool.report.parts import Section
+from moetool.report.quality import quality
 from moetool.report.results import Report
-from moetool.report.sections import headline, how_made, options, quality, size, time_and_memory, training
+from moetool.report.sections import headline, how_made, options, size
 from moetool.version import __version__
 
 TEMPLATE = "page.html"

@@ -9,7 +9,7 @@ from moetool.architectures import Role
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.layout import LayerLayout, base_name, delta_name, shared_name
-from moetool.job.result import Json
+from moetool.job.result import Json, significant
 from moetool.measure.inspected import Masks, StoredLayers
 from moetool.report.results import StoredExperts, StoredRole
 from moetool.representations import Representation, describe
@@ -48,8 +48,8 @@ def _rows(reader: ExpertReader, layer: int, measure: str | None, said: Mapping[s
             role=role,
             form="native" if forms is None else describe(forms),
             bits=round(_bits(reader, layout, role), _DIGITS),
-            error=_significant(sum(numbers) / len(numbers)) if numbers else None,
-            largest=_significant(max(numbers)) if len(numbers) > 1 else None,
+            error=significant(sum(numbers) / len(numbers)) if numbers else None,
+            largest=significant(max(numbers)) if len(numbers) > 1 else None,
         )
 
 
@@ -63,10 +63,6 @@ def _bits(reader: ExpertReader, layout: LayerLayout, role: Role) -> float:
     if layout.has_base(role):
         stored += layout.base[role].nbytes(layout.base_shape(role), dtype)
     return 8 * stored / (len(forms) * shape[0] * shape[1])
-
-
-def _significant(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 # The first that a name holds says what it is; experts are told apart before.

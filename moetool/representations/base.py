@@ -57,6 +57,10 @@ class Weight(nn.Module, ABC):
     def forget(self) -> None:
         """Drop what was derived from the stored tensors, which must be called after these were replaced or moved."""
 
+    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
+        self.forget()
+        super()._load_from_state_dict(*arguments, **options)
+
     def derived(self) -> tuple[Tensor, ...]:
         """Tensors that `products` keeps and uses beside parameters and buffers."""
         return ()

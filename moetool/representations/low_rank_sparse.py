@@ -105,8 +105,7 @@ class LowRankSparseWeight(Weight):
             self._buffers.update(part._buffers)
             part._parameters, part._buffers = self._parameters, self._buffers
 
-    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
-        super()._load_from_state_dict(*arguments, **options)
+    def forget(self) -> None:
         for part in self._parts:
             part.forget()
 

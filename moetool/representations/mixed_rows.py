@@ -313,10 +313,6 @@ class MixedRowsWeight(Weight):
     def derived(self) -> tuple[Tensor, ...]:
         return () if self._places is None else (self._places,)
 
-    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
-        self.forget()
-        super()._load_from_state_dict(*arguments, **options)
-
     def _parts(self) -> Iterator[tuple[Tensor, QuantizedWeight]]:
         """Rows, and what they are made of."""
         places, tensors = self.places(), {"codes": self.codes, "scales": self.scales}

@@ -236,8 +236,13 @@ def coded_by_rows(form: Representation) -> QuantizedMatrix | None:
 
 class QuantizedWeight(Weight):
     """Run-time form of both: a product dequantizes the matrix, tile by tile where it can. Scales can be trained, codes
-    cannot."""
+    cannot.
 
+    Attributes:
+        coded: how kernels call codes of its kind.
+    """
+
+    coded: ClassVar[str] = "codes"
     codes: Tensor
 
     def __init__(
@@ -287,7 +292,7 @@ class QuantizedWeight(Weight):
     def operand(self, *, transposed: bool = False) -> Operand:
         """Describe packed codes and scales to kernels as they lie in memory, or as the transposed matrix of these."""
         group = self.shape[1] // max(1, self.scales.shape[1])
-        return Operand("codes", self.shape, self.codes, self.scales, self.bits, group, transposed)
+        return Operand(self.coded, self.shape, self.codes, self.scales, self.bits, group, transposed)
 
     def products(self) -> Products:
         return ((self.operand(),),)

@@ -192,10 +192,6 @@ class ScatteredWeight(Weight):
         kept = self._indices if self._marked is None else self._marked.scales
         return () if kept is None else (kept,)
 
-    def _load_from_state_dict(self, *arguments: object, **options: object) -> None:
-        self.forget()
-        super()._load_from_state_dict(*arguments, **options)
-
     def scatter(self, dtype: torch.dtype) -> Tensor:
         """Build the whole matrix `[out, in]` in `dtype` from stored values and their positions, differentiable in the
         values."""

@@ -14,7 +14,6 @@ from moetool.numerics.packing import pack, rows_served, unpack
 from moetool.numerics.work import Work
 from moetool.representations.base import Stored
 from moetool.representations.measured import Measured
-from moetool.representations.operand import Operand
 from moetool.representations.quantized import Quantized, QuantizedWeight, group_size
 from moetool.representations.trainable import TrainableScales
 from moetool.representations.work import TRIAL_ROWS, linked_paths, trellis_paths
@@ -103,6 +102,8 @@ def in_trellis(form: Quantized, rows: int) -> Quantized:
 class TrellisWeight(QuantizedWeight):
     """A trellis-coded matrix at run time, of `Trellis` and of `TrellisRows` alike."""
 
+    coded: ClassVar[str] = "trellis"
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """Numbers that the codes stand for, before scaling: [out, in]."""
         return trellis.decoded(self._codes(), self.scales.new_ones(self.shape[0], 1), self.bits, dtype)
@@ -115,7 +116,3 @@ class TrellisWeight(QuantizedWeight):
 
     def _needs_no_matrix(self, inputs: Tensor) -> bool:
         return False
-
-    def operand(self, *, transposed: bool = False) -> Operand:
-        group = self.shape[1] // max(1, self.scales.shape[1])
-        return Operand("trellis", self.shape, self.codes, self.scales, self.bits, group, transposed)

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +88,22 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
 
 
+def check_shape(checkpoint: Checkpoint, name: str, found: tuple[int, ...], promised: tuple[int, ...]) -> None:
+    """Raise `InvalidInputError` if a tensor has another shape in the files than `config.json` promises."""
+    if found != promised:
+        raise InvalidInputError(
+            f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(promised)}."
+        )
+
+
+def lacking(checkpoint: Checkpoint, names: Sequence[str]) -> InvalidInputError:
+    """The error of files without tensors that `config.json` promises."""
+    return InvalidInputError(
+        f"{checkpoint.source} has no tensor {names[0]}, which its config.json promises ({len(names)} missing in all). "
+        "Download it again."
+    )
+
+
 def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
     """Whether experts' matrices lie in one tensor as `[experts, in, out]`, which transformers turns round for those
     families that have them so: of others the loader says."""
@@ -139,21 +155,15 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     promised = names_on_disk(model)
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
-        if name in held and held[name].shape != shape and not _is_turned(held[name].shape, shape):
-            raise InvalidInputError(
-                f"Tensor {name} of {checkpoint.path} has shape {list(held[name].shape)}, config.json promises "
-                f"{list(shape)}."
-            )
+        if name in held and not _is_turned(held[name].shape, shape):
+            check_shape(checkpoint, name, held[name].shape, shape)
     absent = [name for name in promised if name not in held]
     layered = set(map(_of_any_layer, held))
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
     renamed = {_layer_of(name) for name in held.keys() - promised.keys()}
     absent_alone = [name for name in absent if _layer_of(name) not in renamed and not needless.search(name)]
     if missing := [name for name in absent_alone if _of_any_layer(name) in layered]:
-        raise InvalidInputError(
-            f"{checkpoint.source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} "
-            "missing in all). Download it again."
-        )
+        raise lacking(checkpoint, missing)
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()
     ):

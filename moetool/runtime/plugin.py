@@ -38,8 +38,8 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, insert_modules, path_in, paths_in
 from moetool.runtime.modules.linear import multiply_by_kernels
-from moetool.runtime.modules.quantized import (
-    QuantizedModule,
+from moetool.runtime.modules.quantized import QuantizedModule
+from moetool.runtime.modules.quantized_in_model import (
     fill_embeddings,
     insert_quantized,
     quantized_modules,

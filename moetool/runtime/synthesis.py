@@ -18,7 +18,7 @@ from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors, without_tensors
 from moetool.runtime.modules.offloading import is_offloaded
-from moetool.runtime.modules.quantized import dense_modules, quantized_modules
+from moetool.runtime.modules.quantized_in_model import dense_modules, quantized_modules
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
 
 if TYPE_CHECKING:

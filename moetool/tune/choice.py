@@ -8,7 +8,7 @@ from torch import nn
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
-from moetool.runtime.modules.quantized import quantized_modules
+from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.lora import frozen_linears

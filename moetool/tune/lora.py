@@ -11,7 +11,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.runtime.modules.networks import SplitFFN
-from moetool.runtime.modules.quantized import is_quantized
+from moetool.runtime.modules.quantized_in_model import is_quantized
 
 Quantization = Literal["none", "nf4", "int8"]
 

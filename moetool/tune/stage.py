@@ -25,13 +25,13 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module
 from moetool.format.marker import moetool_entry
-from moetool.job.blueprint import layer_of, open_for_planning
+from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Input, Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import processes, sharding
 from moetool.job.result import Details, Sizes
-from moetool.job.shards import ShardPlan
+from moetool.job.shards import by_layer
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
 from moetool.runtime.building import check_sizes
@@ -320,19 +320,14 @@ class Tune(Stage[TuneOptions, AnySource]):
             stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype
             dtype = source.tensors[name].dtype if name in source.tensors else stored
             specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
-        units: dict[str, list[TensorSpec]] = {}
-        for spec in sorted(specs, key=lambda spec: spec.name):
-            units.setdefault(layer_of(spec.name), []).append(spec)
-        order = list(units)
+        plan = by_layer(sorted(specs, key=lambda spec: spec.name), self.options.shard_size)
 
         def made(unit: int) -> Iterator[tuple[str, Tensor]]:
-            for spec in units[order[unit]]:
+            for spec in plan.unit(unit):
                 tensor = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
                 yield spec.name, tensor.to(spec.dtype)
 
-        plan = ShardPlan(((index, units[unit]) for index, unit in enumerate(order)), self.options.shard_size)
-        provenance = passed_on(source)
-        write_checkpoint(job, plan, made, config=config, provenance=provenance)
+        write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))
 
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint

@@ -4,16 +4,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from moetool.checkpoint.files import save_tensors
 from moetool.convert.layers import parse_layers
 from moetool.convert.parts import Converted
 from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
@@ -105,27 +102,18 @@ class RoutedConversion(Conversion[RoutedT]):
             return StartingRows(fresh)
         from moetool.convert.inputs import InputMoments, watched_inputs
 
-        def file(layer: int) -> Path:
-            return job.work / f"router-{layer:05d}.safetensors"
-
-        def rows(layer: int) -> Tensor:
-            return load_file(file(layer))["rows"]
-
         calibrated = CalibratedJob(job, self.options)
 
-        def visit(index: int, layer: torch.nn.Module) -> None:
+        def measure(index: int, layer: torch.nn.Module) -> dict[str, Tensor]:
             moments = InputMoments(1, self.dense.hidden)
             ffn = layer.get_submodule(self.dense.architecture.ffn)
             with watched_inputs(ffn, lambda inputs: moments.add(0, inputs)):
                 calibrated.sweep.forward(index, layer)
             moments.reduce(job.ranks)
-            fitted = decorrelated(centred(fresh(index), moments.mean), moments.covariance)
-            if job.ranks.is_first:
-                save_tensors(file(index), {"rows": fitted})
+            return {"rows": decorrelated(centred(fresh(index), moments.mean), moments.covariance)}
 
-        calibrated.forward_visiting(visit, self.layers)
-        job.meet()
-        return StartingRows(rows, calibrated.facts)
+        fitted = calibrated.measured("router", measure, self.layers)
+        return StartingRows(lambda layer: fitted[layer]["rows"], calibrated.facts)
 
     @property
     def needs_text(self) -> bool:

@@ -85,7 +85,8 @@ def main() -> None:
     from moetool.calibration import streaming  # noqa: F401  # what is imported takes its time before the clock runs
     from moetool.convert import proof  # noqa: F401
     from moetool.costs.machine import this_machine
-    from moetool.job.execute import plan_stage, run_stage
+    from moetool.job.execute import run_stage
+    from moetool.job.planning import plan_stage
     from moetool.stages import stages
 
     lines = [

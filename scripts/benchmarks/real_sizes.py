@@ -18,9 +18,9 @@ from _common import made_by, publish
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.machine import Machine, this_machine
-from moetool.job.execute import plan_stage
 from moetool.job.forecast import format_seconds
 from moetool.job.plan import Plan
+from moetool.job.planning import plan_stage
 from moetool.stages import stages
 
 MEMORY = 24_000_000_000  # that jobs may use

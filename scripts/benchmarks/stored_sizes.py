@@ -19,7 +19,7 @@ from pathlib import Path
 from _common import made_by, publish
 
 from moetool.checkpoint.sizes import format_bytes
-from moetool.job.execute import plan_stage
+from moetool.job.planning import plan_stage
 from moetool.stages import stages
 
 JOBS = ((4, True), (3, True), (4, False))  # bits, and whether what is not compressed keeps those of the source

@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor
 
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
@@ -21,14 +22,10 @@ from moetool.errors import UsageError
 E, SHAPE = 4, (6, 5)
 
 
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.fixture
 def weights() -> Tensor:
     """`[E, out, in]` fp64, so that identities are sharp."""
-    return random(E, *SHAPE, seed=0)
+    return normal64(E, *SHAPE, seed=0)
 
 
 def fisher(weights: Tensor, information: Tensor) -> Tensor:
@@ -43,25 +40,25 @@ def test_equal_fisher_is_the_mean(weights: Tensor) -> None:
 @pytest.mark.parametrize("expert", range(E))
 def test_one_hot_fisher_is_that_expert(weights: Tensor, expert: int) -> None:
     information = torch.zeros_like(weights)
-    information[expert] = random(*SHAPE, seed=1).square() + 1e-3
+    information[expert] = normal64(*SHAPE, seed=1).square() + 1e-3
     torch.testing.assert_close(fisher(weights, information), weights[expert], rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 7.0, 1e9])
 def test_scaling_fisher_changes_nothing(weights: Tensor, scale: float) -> None:
-    information = random(E, *SHAPE, seed=1).square()
+    information = normal64(E, *SHAPE, seed=1).square()
     torch.testing.assert_close(fisher(weights, scale * information), fisher(weights, information), rtol=0, atol=1e-14)
 
 
 def test_weighted_differences_cancel(weights: Tensor) -> None:
     """`Σ F_j (W_b - W_j) = 0`, element by element: the base minimises the Fisher-weighted squared differences."""
-    information = random(E, *SHAPE, seed=1).square()
+    information = normal64(E, *SHAPE, seed=1).square()
     base = fisher(weights, information)
     torch.testing.assert_close((information * (base - weights)).sum(0), torch.zeros_like(base), rtol=0, atol=1e-14)
 
 
 def test_fisher_is_between_the_experts(weights: Tensor) -> None:
-    base = fisher(weights, random(E, *SHAPE, seed=1).square())
+    base = fisher(weights, normal64(E, *SHAPE, seed=1).square())
     assert (base <= weights.amax(0)).all()
     assert (base >= weights.amin(0)).all()
     assert not base.allclose(weights.mean(0))
@@ -70,7 +67,7 @@ def test_fisher_is_between_the_experts(weights: Tensor) -> None:
 @pytest.mark.parametrize("nothing", [0.0, 1e-38])
 def test_no_information_is_the_mean(weights: Tensor, nothing: float) -> None:
     """Where ΣF is zero or has underflowed; elsewhere the merge is not disturbed."""
-    information = random(E, *SHAPE, seed=1).square() + 0.1
+    information = normal64(E, *SHAPE, seed=1).square() + 0.1
     expected = fisher(weights, information)
     information[:, 2, 3] = nothing
     base = fisher(weights, information)
@@ -158,7 +155,7 @@ def regression(weights: Tensor, inputs: Tensor) -> Regression:
 
 def test_regmean_is_least_squares_on_each_experts_own_inputs(weights: Tensor) -> None:
     """Without shrinkage it minimises Σ ‖(W_b - W_j) X_j‖², so the gradient Σ (W_b - W_j) G_j vanishes."""
-    inputs = random(E, 40, SHAPE[1], seed=5)
+    inputs = normal64(E, 40, SHAPE[1], seed=5)
     grams = inputs.transpose(1, 2) @ inputs
     base = regmean_base(list(weights), regression(weights, inputs), alpha=0.999999).double()
     gradient = ((base - weights) @ grams).sum(0)
@@ -166,20 +163,20 @@ def test_regmean_is_least_squares_on_each_experts_own_inputs(weights: Tensor) ->
 
 
 def test_regmean_of_equal_inputs_is_the_mean(weights: Tensor) -> None:
-    inputs = random(1, 40, SHAPE[1], seed=5).expand(E, -1, -1)
+    inputs = normal64(1, 40, SHAPE[1], seed=5).expand(E, -1, -1)
     base = regmean_base(list(weights), regression(weights, inputs))
     torch.testing.assert_close(base, weights.mean(0).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_regmean_of_one_used_expert_is_that_expert(weights: Tensor) -> None:
     inputs = torch.zeros(E, 40, SHAPE[1], dtype=torch.float64)
-    inputs[2] = random(40, SHAPE[1], seed=5)
+    inputs[2] = normal64(40, SHAPE[1], seed=5)
     base = regmean_base(list(weights), regression(weights, inputs))
     torch.testing.assert_close(base, weights[2].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_regmean_where_nothing_came_in_is_the_mean(weights: Tensor) -> None:
-    inputs = random(E, 40, SHAPE[1], seed=5)
+    inputs = normal64(E, 40, SHAPE[1], seed=5)
     inputs[:, :, 3] = 0
     base = regmean_base(list(weights), regression(weights, inputs))
     torch.testing.assert_close(base[:, 3], weights.mean(0).float()[:, 3])

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor
 
 from moetool.bases.pruning import PruningPlan, kept_channels, plan_pruning, prune_base, spread
 
 HIDDEN, CHANNELS = 4, 9
-
-
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +43,7 @@ def scores(down: Tensor, energy: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("static", [0, 1, 4, 8])
 def test_the_lowest_scores_go(static: int) -> None:
-    down, energy = random(HIDDEN, CHANNELS, seed=1), random(CHANNELS, seed=2).square()
+    down, energy = normal64(HIDDEN, CHANNELS, seed=1), normal64(CHANNELS, seed=2).square()
     kept = kept_channels(down, energy, static)
     score = scores(down, energy)
     assert kept.dtype == torch.int64
@@ -55,7 +52,7 @@ def test_the_lowest_scores_go(static: int) -> None:
 
 def test_the_score_is_the_lost_output() -> None:
     """`‖down[:, j]‖ ‖h_j‖` is the norm of what the base's output loses; neither factor alone decides."""
-    down, h = random(HIDDEN, CHANNELS, seed=1), random(50, CHANNELS, seed=3)
+    down, h = normal64(HIDDEN, CHANNELS, seed=1), normal64(50, CHANNELS, seed=3)
     down, h = down / down.norm(dim=0), h / h.norm(dim=0)
     down[:, :3] *= torch.tensor([0.01, 100, 0.1])
     h[:, :3] *= torch.tensor([100, 0.01, 0.1])
@@ -79,9 +76,9 @@ def test_bf16_bases_are_scored_in_fp64() -> None:
 
 def base() -> dict:
     return {
-        "gate": random(CHANNELS, HIDDEN, seed=1),
-        "up": random(CHANNELS, HIDDEN, seed=2),
-        "down": random(HIDDEN, CHANNELS, seed=3),
+        "gate": normal64(CHANNELS, HIDDEN, seed=1),
+        "up": normal64(CHANNELS, HIDDEN, seed=2),
+        "down": normal64(HIDDEN, CHANNELS, seed=3),
     }
 
 

@@ -152,18 +152,22 @@ def refused(tmp_path: Path, config: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", sampled(families.FAMILIES, MOE_STRUCTURES))
-def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    full = whole(name, {**families.COMMON, **families.FAMILIES[name]})
-    family, complete = find_architecture(full), settings_of(full, Path())
+def other_models(full: dict[str, Any], tmp_path: Path) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Configs that lack an entry, by its key, of which transformers builds another model than of the whole config, with
+    that model. Those that are refused have to be of none that runs."""
+    complete = settings_of(full, Path())
     for key, config in lacking(full):
         if refused(tmp_path, config):
             assert (model := built(config)) is None or not runs(model), key
-            continue
-        if settings_of(config, Path()) == complete:
-            continue  # the default: one model
-        if (model := built(config)) is None:
-            continue  # a config, but no model
+        elif settings_of(config, Path()) != complete and (model := built(config)) is not None:
+            yield key, config, model
+
+
+@pytest.mark.parametrize("name", sampled(families.FAMILIES, MOE_STRUCTURES))
+def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    full = whole(name, {**families.COMMON, **families.FAMILIES[name]})
+    family = find_architecture(full)
+    for key, config, model in other_models(full, tmp_path):
         try:
             check_moe(config, model, layers_of(model, family), family.experts_module)
             check_common(config, model, layers_of(model, family))
@@ -178,15 +182,8 @@ def test_numbers_of_experts_are_those_of_the_model(name: str, tmp_path: Path) ->
 def test_numbers_of_dense_models_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model_type, entries = DENSE[name]
     full = whole(model_type, {**dense_families.COMMON, **entries})
-    family, complete = find_dense_architecture(full), settings_of(full, Path())
-    for key, config in lacking(full):
-        if refused(tmp_path, config):
-            assert (model := built(config)) is None or not runs(model), key
-            continue
-        if settings_of(config, Path()) == complete:
-            continue  # the default: one model
-        if (model := built(config)) is None:
-            continue  # a config, but no model
+    family = find_dense_architecture(full)
+    for key, config, model in other_models(full, tmp_path):
         try:
             check_common(config, model, layers_of(model, family))
             if model_type in ALIKE:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import change_config
 from safetensors.torch import load_file
-from stored_bits import FILE, config_entry, rewrite
+from stored_bits import FILE, check_refused, config_entry, rewrite
 from stored_words import awq_tensors, coded, gptq_tensors, save_awq, save_gptq
 from torch import Tensor
 
@@ -197,10 +197,7 @@ def part(ending: str) -> str:
     ],
 )
 def test_gptq_that_does_not_fit_is_refused(gptq: Path, tmp_path: Path, change: Any, says: str) -> None:
-    held = load_file(gptq / FILE)
-    change(held)
-    with pytest.raises(InvalidInputError, match=says):
-        Checkpoint.open(rewrite(gptq, tmp_path / "model", held, config_entry(gptq)))
+    check_refused(gptq, tmp_path / "model", change, says)
 
 
 def test_groups_that_there_are_no_scales_of(gptq: Path, tmp_path: Path) -> None:
@@ -235,7 +232,4 @@ def test_layouts_that_are_not_decoded(gptq: Path, tmp_path: Path, change: dict[s
     ],
 )
 def test_awq_that_does_not_fit_is_refused(awq: Path, tmp_path: Path, change: Any, says: str) -> None:
-    held = load_file(awq / FILE)
-    change(held)
-    with pytest.raises(InvalidInputError, match=says):
-        Checkpoint.open(rewrite(awq, tmp_path / "model", held, config_entry(awq)))
+    check_refused(awq, tmp_path / "model", change, says)

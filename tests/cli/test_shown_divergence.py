@@ -5,8 +5,8 @@ import math
 import pytest
 
 from moetool.cli.commands.compare import cells
-from moetool.cli.commands.stage import _repaired
 from moetool.cli.evaluations import over_texts, print_texts
+from moetool.cli.jobs import _repaired
 from moetool.compare.results import ComparedModel
 from moetool.measure.results import Divergence, OverTexts, TextLoss, shown_kl
 from moetool.repair.results import RepairResult

@@ -81,6 +81,17 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     return directory
 
 
+def swap_tokens(directory: Path) -> Path:
+    """Let two tokens of a tokenizer change places. Returns the directory."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = list(vocabulary)[5:7]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    file.write_text(json.dumps(content))
+    return directory
+
+
 def copy_of(source: Path, target: Path) -> Path:
     """A copy that may be changed."""
     return Path(shutil.copytree(source, target))
@@ -111,6 +122,11 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """‖found − expected‖ / ‖expected‖."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def assert_close(found: Tensor, expected: Tensor, error: float = 1e-5) -> None:
+    """To within an error relative to the largest number that is expected."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=error * expected.abs().max().item())
 
 
 @contextlib.contextmanager

@@ -33,6 +33,19 @@ def calibration(tiny_text: Path) -> Options:
     return "--calibration", tiny_text, "--samples", 16, "--sequence-length", 32, "--mix", 0
 
 
+@pytest.fixture(scope="session")
+def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
+    """Two windows of 64 tokens, for logits to be compared on."""
+    return tiny_tokens[1000:1128].view(2, 64)
+
+
+@pytest.fixture(scope="session")
+def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral in bf16 with one matrix for embedding and head. Read-only."""
+    model = make_mixtral(dtype=torch.bfloat16, tie_word_embeddings=True)
+    return save_model(model, tmp_path_factory.mktemp("tied") / "model")
+
+
 def _made_once(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory, command: str, *always: object) -> Compress:
     """`make(source, *options)`: the result of a command, made once for the same arguments."""
     made: dict[Options, Compressed] = {}

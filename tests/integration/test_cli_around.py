@@ -10,7 +10,16 @@ import families
 import pytest
 import torch
 from around_families import AROUND, IMAGE
-from checkpoints import WEIGHTS, change_config, change_tensors, config_of, copy_of, load_whole, logits
+from checkpoints import (
+    WEIGHTS,
+    assert_close,
+    change_config,
+    change_tensors,
+    config_of,
+    copy_of,
+    load_whole,
+    logits,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -49,11 +58,6 @@ def seeing(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def calibration(tiny_text: Path) -> tuple[object, ...]:
     return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16, "--mix", 0
 
@@ -64,10 +68,6 @@ def on_hub(request: pytest.FixtureRequest, seeing: dict[str, Path], tmp_path: Pa
     name, change = request.param
     yield change_tensors(copy_of(seeing[name], tmp_path / "hub"), change)
     shutil.rmtree(tmp_path / "hub")
-
-
-def assert_close(found: Tensor, expected: Tensor, error: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=error * expected.abs().max().item())
 
 
 def test_experts_as_they_lie_on_the_hub(

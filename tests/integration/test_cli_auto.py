@@ -26,17 +26,12 @@ from torch import Tensor
 
 import moetool
 from moetool.compress.methods.auto import Auto, AutoOptions
-from moetool.compress.mixing import trials
-from moetool.job.calibrated import held_out
+from moetool.compress.mixing.trials import Trials
 from moetool.job.job import Source
+from moetool.job.windows import held_out
 
 GROUP = ("--group-size", 16)
 METHOD = ("--method", "auto", *GROUP)
-
-
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
 
 
 def related(tensors: dict[str, Tensor]) -> None:
@@ -290,11 +285,11 @@ def test_a_search_that_was_killed_goes_on(
 def test_an_increase_that_nothing_holds(
     run_cli: Any, calibration: Any, tiny_mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def losses(job: Any, checkpoint: Any, windows: Tensor, *_: Any) -> Tensor:
+    def losses(search: Trials, checkpoint: Any) -> Tensor:
         worse = 0.0 if checkpoint.path == tiny_mixtral else 1e4 / checkpoint.weight_bytes
-        return torch.linspace(1, 2, len(windows), dtype=torch.float64) * (1 + worse)
+        return torch.linspace(1, 2, len(search.windows), dtype=torch.float64) * (1 + worse)
 
-    monkeypatch.setattr(trials, "streamed_losses", losses)
+    monkeypatch.setattr(Trials, "_losses", losses)
     result = run_cli("compress", tiny_mixtral, tmp_path / "out", *METHOD, *calibration, *SEARCH)
     assert result.code == 2
     assert "--max-increase 3.000% is not possible" in result.stderr

@@ -140,11 +140,6 @@ def test_an_adapter_beside_a_model_or_its_config(
     assert same(tensors_of(tmp_path / "with"), tensors_of(tmp_path / "config"))
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def expert(tensors: dict[str, Tensor], layer: int, index: int) -> dict[str, Tensor]:
     """The matrices of one expert of a Mixtral, by role."""
     prefix = f"model.layers.{layer}.block_sparse_moe.experts.{index}."

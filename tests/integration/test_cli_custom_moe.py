@@ -35,11 +35,6 @@ DIFFERENCES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 @pytest.fixture
 def moe(dense: Any, upcycle: Any) -> Any:
     """`moe("phi")`: experts that are not alike."""

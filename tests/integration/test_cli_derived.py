@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 from around_families import AROUND, with_image
-from checkpoints import WEIGHTS, config_of, copy_of, load, load_whole, logits, tensors_of, weight_bytes
+from checkpoints import WEIGHTS, assert_close, config_of, copy_of, load, load_whole, logits, tensors_of, weight_bytes
 from derived_families import DERIVED
 from safetensors.torch import load_file, save_file
 from sampling import sampled
@@ -46,17 +46,8 @@ def model(request: pytest.FixtureRequest, save_model: Any, tmp_path_factory: pyt
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def calibration(tiny_text: Path) -> tuple[object, ...]:
     return "--calibration", tiny_text, "--samples", 4, "--sequence-length", 16, "--mix", 0
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=error * expected.abs().max().item())
 
 
 def test_all_is_kept_if_nothing_is_asked_for(

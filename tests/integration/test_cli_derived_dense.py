@@ -21,11 +21,6 @@ STRUCTURES = ("gpt2", "bloom", "apertus", "xglm", "nemotron_h", "granitemoehybri
 NATIVE = {"internlm3": "mixtral", "iquestcoder": "mixtral"}
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 @pytest.mark.parametrize("family", sampled(DERIVED_DENSE, STRUCTURES[::2]))
 def test_upcycled_and_back(run_cli: Any, dense: Any, upcycle: Any, tokens: Tensor, tmp_path: Path, family: str) -> None:
     source = dense(family)

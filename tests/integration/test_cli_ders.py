@@ -45,11 +45,6 @@ METHODS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def made(run_cli: Any, calibration: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`made(source, *options)`: `compress` without text unless the options end in "TEXT"; (path, what it told)."""
     done: dict[tuple[object, ...], tuple[Path, Any]] = {}

@@ -19,6 +19,7 @@ from checkpoints import (
     load_whole,
     logits,
     relative_error,
+    swap_tokens,
     tensors_of,
     weight_bytes,
 )
@@ -74,11 +75,6 @@ def mixed(upcycle: Any, models: list[Path]) -> Path:
 def added(upcycle: Any, models: list[Path], mixed: Path) -> Any:
     """The same with the third."""
     return upcycle(mixed, *ADD, "--source", models[2])
-
-
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
 
 
 # -- identities
@@ -398,12 +394,7 @@ def test_other_positions_and_norms_are_told(run_cli: Any, dense: Any, mixed: Pat
 
 
 def test_other_tokens_are_told(run_cli: Any, mixed: Path, models: list[Path], tmp_path: Path) -> None:
-    other = copy_of(models[2], tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = sorted(vocabulary)[-2:]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    other = swap_tokens(copy_of(models[2], tmp_path / "other"))
     planned = run_cli("upcycle", mixed, tmp_path / "out", *ADD, "--source", other, "--dry-run", "--json")
     assert "differ in 4 entries" in planned.json["note"]
 

@@ -45,11 +45,6 @@ def compressed(run_cli: Any, model: Path, calibration: Any) -> Path:
     return output
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def test_every_known_family_is_tested() -> None:
     assert families.FAMILIES.keys() <= KNOWN.keys() <= families.FAMILIES.keys() | DERIVED.keys()
 

@@ -24,23 +24,13 @@ from torch import Tensor
 
 import moetool
 from moetool.checkpoint.sizes import format_bytes
-from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, quantized_modules
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear
+from moetool.runtime.modules.quantized_in_model import quantized_modules
 
 BOTH = ("--include", "attention,embeddings")
 QUANTIZE = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
 PROJECTIONS = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in range(3) for letter in "qkvo"]
 EMBEDDINGS = ["model.embed_tokens", "lm_head"]
-
-
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
-def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_mixtral(dtype=torch.bfloat16, tie_word_embeddings=True)
-    return save_model(model, tmp_path_factory.mktemp("tied") / "model")
 
 
 @pytest.fixture(scope="module")

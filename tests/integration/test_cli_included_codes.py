@@ -14,12 +14,6 @@ INCLUDED = ("--include", "attention,embeddings", "--group-size", 16)
 NEAREST = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", *INCLUDED)
 
 
-@pytest.fixture(scope="module")
-def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_mixtral(dtype=torch.bfloat16, tie_word_embeddings=True)
-    return save_model(model, tmp_path_factory.mktemp("tied") / "model")
-
-
 def metrics(path: Path, tokens: Tensor) -> dict[str, list[Tensor]]:
     """Of the original's matrices, by module: second moments [in, in] of what errors in a row are multiplied by, one for
     each use of the matrix, as autograd says."""

@@ -34,11 +34,6 @@ def uneven(make_mixtral: Callable[..., Any], save_model: Callable[..., Path], tm
     return save_model(model, tmp_path_factory.mktemp("models") / "uneven")
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def forms(path: Path, role: str) -> list[Any]:
     layers = config_of(path)["quantization_config"]["layers"].values()
     return [parse_representation(spec) for layer in layers for spec in layer[role]]

@@ -49,11 +49,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def tuned(run_cli: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`tuned(source, *options)`: the result of `moetool tune`, and what it said."""
 

@@ -35,11 +35,6 @@ METHOD = ("--method", "quantize")
 EXPERT = re.compile(r"layers\.(\d+)\..*\.(\d+)\.(?:gate|up|down)\.")
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def layers(path: Path) -> dict[str, Any]:
     entry: dict[str, Any] = config_of(path)["quantization_config"]
     return dict(entry["layers"])

@@ -1,14 +1,12 @@
 """`moetool repair`, run as a user runs it."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, divergence, logits, tensors_of
-from safetensors.torch import load_file, save_file
+from checkpoints import change_tensors, contents, copy_of, divergence, logits, swap_tokens, tensors_of
 from sampling import sampled
 from torch import Tensor
 
@@ -26,11 +24,6 @@ MADE = {
     "ders-sparsify": ("--drop", 0.9),
     "reap": ("--experts", 3),
 }
-
-
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +205,7 @@ def test_an_upcycled_model_is_sent_to_the_command_that_learns_from_a_dense_one(
 def test_other_tokenizers_are_refused(
     run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    other = shutil.copytree(tiny_mixtral, tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    first, second = list(words)[-2:]
-    words[first], words[second] = words[second], words[first]
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-2]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    other = swap_tokens(copy_of(tiny_mixtral, tmp_path / "other"))
     result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
     assert result.code == 3
     assert "tokenizers of" in result.stderr
@@ -264,14 +251,15 @@ def test_the_memory_of_the_plan_is_enough(
     assert run_cli("repair", small, tmp_path / "out", *words, "--memory", enough, "--steps", 1).code == 0
 
 
+def without_numbers(model: Path) -> Path:
+    """A model of whose last norm nothing is a number."""
+    return change_tensors(model, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+
+
 def test_damaged_models_are_refused(
     run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    damaged = shutil.copytree(small, tmp_path / "damaged")
-    file = damaged / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, file, {"format": "pt"})
+    damaged = without_numbers(copy_of(small, tmp_path / "damaged"))
     result = run_cli("repair", damaged, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT)
     assert result.code == 5
     assert "nan" in result.stderr
@@ -294,11 +282,7 @@ def test_text_of_the_repair_is_told_as_its_own(
 def test_damaged_originals_are_refused(
     run_cli: Any, small: Path, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    other = shutil.copytree(tiny_mixtral, tmp_path / "other")
-    file = other / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, file, {"format": "pt"})
+    other = without_numbers(copy_of(tiny_mixtral, tmp_path / "other"))
     result = run_cli("repair", small, tmp_path / "out", "--to", other, "--calibration", tiny_text, *SHORT)
     assert result.code == 5
     assert "predicts what is no number" in result.stderr

@@ -14,11 +14,6 @@ KINDS = {"mlp": ("llama", ()), "fixed": ("gpt2", ("--selector", "random"))}
 
 
 @pytest.fixture
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture
 def repaired(run_cli: Any, tiny_text: Path, tmp_path: Path) -> Any:
     def run(source: Path, original: Path, *options: object) -> Any:
         words = ("repair", source, tmp_path / "out", "--to", original, "--calibration", tiny_text, *SHORT, *options)

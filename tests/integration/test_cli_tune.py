@@ -37,11 +37,6 @@ def moe(dense: Any, upcycle: Any) -> Path:
     return upcycle(dense("llama"), "--experts", 4).path
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 @pytest.fixture
 def tuned(run_cli: Any, tmp_path: Path) -> Any:
     def run(source: Path, *options: object) -> tuple[Path, Any]:

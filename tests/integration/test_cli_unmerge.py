@@ -44,11 +44,6 @@ def unmerge(run_cli: Any, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def differing(found: Path, expected: Path) -> set[str]:
     """Names of tensors that are not bit for bit the same, dtype included, or not in both."""
     one, other = tensors_of(found), tensors_of(expected)

@@ -71,11 +71,6 @@ ROUTER = re.compile(r"\.gate\.weight|\.router\.layer\.weight")
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_tokens: Tensor) -> Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
-@pytest.fixture(scope="module")
 def llama(dense: Any) -> Path:
     return dense("llama")
 

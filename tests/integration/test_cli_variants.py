@@ -17,11 +17,6 @@ from moetool.checkpoint.sizes import format_bytes
 MERGES = ("fisher", "fisher-frequency", "mean", "frequency", "ties", "regmean")
 
 
-@pytest.fixture(scope="module")
-def tokens(tiny_tokens: torch.Tensor) -> torch.Tensor:
-    return tiny_tokens[1000:1128].view(2, 64)
-
-
 def test_every_merge_gives_another_base(run_cli: Any, tiny_mixtral: Path, calibration: Any, tmp_path: Path) -> None:
     bases = {}
     for merge in MERGES:

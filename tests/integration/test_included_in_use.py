@@ -10,10 +10,10 @@ import families
 import peft
 import pytest
 import torch
+from checkpoints import load
 from derived_families import DERIVED
 from stored_experts import distance, model_of
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import moetool
 from moetool.errors import InvalidInputError, UsageError
@@ -30,16 +30,11 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def loaded(path: Path) -> Any:
-    with quiet():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def saved(model: Any, path: Path) -> Any:
     """What is loaded of a model that was saved."""
     with quiet():
         model.save_pretrained(path)
-    return loaded(path)
+    return load(path)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], ["embed_tokens"], ["q_proj", "embed_tokens"]])
 def test_adapters_on_quantized_layers(included: Path, targets: Any, tmp_path: Path) -> None:
-    model = loaded(included)
+    model = load(included)
     before = logits(model)
     adapter = adapted(model, target_modules=targets)
     if targets == "all-linear":
@@ -96,7 +91,7 @@ def test_adapters_on_quantized_layers(included: Path, targets: Any, tmp_path: Pa
         warnings.simplefilter("ignore", UserWarning)  # embeddings are saved, too
         adapter.save_pretrained(tmp_path / "adapter")
         warnings.simplefilter("ignore")  # of what is tied, and of patterns for experts
-        again = peft.PeftModel.from_pretrained(loaded(included), tmp_path / "adapter")
+        again = peft.PeftModel.from_pretrained(load(included), tmp_path / "adapter")
     assert distance(logits(again), expected) < 1e-6
     if "embed_tokens" in targets and model.config.tie_word_embeddings:
         return  # merged, the tied head would change, too, as in any model
@@ -107,17 +102,17 @@ def test_adapters_on_quantized_layers(included: Path, targets: Any, tmp_path: Pa
 
 def test_safe_merging_and_adapters_that_read_the_matrix(included: Path) -> None:
     """DoRA takes norms of it, PiSSA its singular vectors."""
-    before = logits(loaded(included))
+    before = logits(load(included))
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-        adapter = adapted(loaded(included), target_modules=["q_proj", "v_proj"], **options)
+        adapter = adapted(load(included), target_modules=["q_proj", "v_proj"], **options)
         assert distance(logits(adapter), before) < 1e-5
-    adapter = adapted(loaded(included), target_modules=["q_proj"], init_lora_weights=False)
+    adapter = adapted(load(included), target_modules=["q_proj"], init_lora_weights=False)
     expected = logits(adapter)
     assert distance(logits(adapter.merge_and_unload(safe_merge=True)), expected) < 1e-5
 
 
 def test_the_adapters_of_transformers(included: Path) -> None:
-    model = loaded(included)
+    model = load(included)
     before = logits(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -196,32 +191,32 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_is_saved_as_it_is(included: Path, change: str, tmp_path: Path) -> None:
-    model = loaded(included)
+    model = load(included)
     model = CHANGES[change](model) or model
     assert logits(saved(model, tmp_path)).equal(logits(model))
 
 
 def test_an_embedding_that_a_head_has_lost_is_not_saved(included: Path, tmp_path: Path) -> None:
     """Rather than written so that it cannot be read."""
-    model = loaded(included)
+    model = load(included)
     head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
     model.set_output_embeddings(head)
     with pytest.raises(InvalidInputError, match="tie_word_embeddings = False"):
         model.save_pretrained(tmp_path)
     model.config.tie_word_embeddings = False
     assert logits(saved(model, tmp_path)).equal(logits(model))
-    model = loaded(included)
+    model = load(included)
     model.config.tie_word_embeddings = False
     with pytest.raises(InvalidInputError, match="tie_word_embeddings = True"):
         model.save_pretrained(tmp_path / "untied")
-    model = loaded(included)
+    model = load(included)
     model.set_input_embeddings(nn.Embedding(*model.get_input_embeddings().weight.shape))
     with pytest.raises(InvalidInputError, match=r"model.tie_weights\(\)"):
         model.save_pretrained(tmp_path / "other")
 
 
 def test_codes_take_no_gradients(included: Path) -> None:
-    layer = loaded(included).model.layers[0].self_attn.q_proj
+    layer = load(included).model.layers[0].self_attn.q_proj
     assert layer.weight.shape == (layer.out_features, layer.in_features)
     assert (layer.weight @ torch.eye(layer.in_features)).equal(layer.matrix())
     layer.weight.requires_grad_(False)
@@ -238,7 +233,7 @@ def test_families_whose_embeddings_compute(
     options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--include", "embeddings")
     made: Path = compress(source, *options).path
     assert run_cli("export", made, tmp_path / "dense", "--format", "dense-experts").code == 0
-    model, dense = loaded(made), loaded(tmp_path / "dense")
+    model, dense = load(made), load(tmp_path / "dense")
     torch.testing.assert_close(logits(model), logits(dense), rtol=0, atol=1e-5)
     again = saved(model, tmp_path / "again")
     assert logits(again).equal(logits(model))

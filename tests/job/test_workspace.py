@@ -9,6 +9,7 @@ import pytest
 
 from moetool.checkpoint.manifest import Manifest, write_manifest
 from moetool.checkpoint.names import WORK_DIRECTORY
+from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.books import PartBooks
 from moetool.job.inputs import Inputs
@@ -294,9 +295,9 @@ def test_a_moved_output_can_be_resumed(output: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["unlink", "rmdir"])
 def test_a_process_that_died_tidying_up_had_finished(
-    output: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    output: Path, tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    workspace = Workspace(output, "f")
+    workspace, source = Workspace(output, "f"), Checkpoint.open(tiny_mixtral)
     workspace.done("a")
     (workspace.work / "scratch.bin").touch()
     write_manifest(output, Manifest(source="s", source_fingerprint="", recipe={}, seed=0, run="f"))
@@ -311,8 +312,8 @@ def test_a_process_that_died_tidying_up_had_finished(
     del workspace
     assert is_finished(output)
     with pytest.raises(UsageError, match="made with other settings"):
-        check_finished(output, "g")
-    check_finished(output, "f")
+        check_finished(output, "g", source)
+    check_finished(output, "f", source)
     assert [path.name for path in output.iterdir()] == ["moetool.json"]
 
 

@@ -1,6 +1,5 @@
 """`eval --against`: KL, agreement and paired losses, by hand and in both ways of keeping the original."""
 
-import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import copy_of, swap_tokens
 
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import ResourceError
@@ -95,12 +95,7 @@ def test_logits_that_do_not_fit_on_the_disk_are_refused(monkeypatch, tiny_mixtra
 
 def test_another_tokenizer_cannot_be_compared(run_cli, tiny_mixtral, tiny_text, tmp_path):
     """The same tokens, two of them the other way round."""
-    changed = shutil.copytree(tiny_mixtral, tmp_path / "changed")
-    content = json.loads((changed / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    one, two = list(vocabulary)[5:7]
-    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
-    (changed / "tokenizer.json").write_text(json.dumps(content))
+    changed = swap_tokens(copy_of(tiny_mixtral, tmp_path / "changed"))
     result = run_cli("eval", tiny_mixtral, "--data", tiny_text, *FEW, "--against", changed)
     assert result.code == 3
     assert "differ in 4 entries" in result.stderr
@@ -116,12 +111,7 @@ def test_another_vocabulary_cannot_be_compared(run_cli, make_mixtral, save_model
 
 def test_a_table_has_models_of_one_vocabulary(run_cli, tiny_mixtral, tiny_text, tmp_path):
     """A text in fewer tokens has another perplexity, which says nothing of the model."""
-    changed = shutil.copytree(tiny_mixtral, tmp_path / "changed")
-    content = json.loads((changed / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    one, two = list(vocabulary)[5:7]
-    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
-    (changed / "tokenizer.json").write_text(json.dumps(content))
+    changed = swap_tokens(copy_of(tiny_mixtral, tmp_path / "changed"))
     result = run_cli("eval", tiny_mixtral, tiny_mixtral, changed, "--data", tiny_text, *FEW)
     assert result.code == 3
     assert "differ in 4 entries" in result.stderr

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,23 +14,21 @@ from moetool.numerics.seeding import generator
 TOKENS, HIDDEN, EXPERTS, CHOSEN = 4000, 16, 8, 2
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(scope="module")
 def inputs() -> Tensor:
-    return draw(TOKENS, HIDDEN, seed=0)
+    return normal(TOKENS, HIDDEN, seed=0)
 
 
 @pytest.fixture(scope="module")
 def planted(inputs: Tensor) -> Tensor:
     """Scores that are large where a token points to an expert's own direction."""
-    return (F.normalize(inputs, dim=-1) @ draw(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
+    return (F.normalize(inputs, dim=-1) @ normal(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
 
 
 def trained(inputs: Tensor, scores: Tensor, epochs: int, seed: int = 0, layer: int = 0) -> TrainedSelector:
-    return train_selector(inputs, scores, draw(EXPERTS, HIDDEN, seed=2), CHOSEN, seed=seed, layer=layer, epochs=epochs)
+    return train_selector(
+        inputs, scores, normal(EXPERTS, HIDDEN, seed=2), CHOSEN, seed=seed, layer=layer, epochs=epochs
+    )
 
 
 def choice(selector: TrainedSelector, inputs: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def parts(seed: int = 0, layer: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def test_scores_are_squared_distances_per_expert() -> None:
-    activations, centre = draw(5, 12, seed=3), draw(12, seed=4)
+    activations, centre = normal(5, 12, seed=3), normal(12, seed=4)
     expected = torch.zeros(5, 3)
     for token in range(5):
         for neuron in range(12):
@@ -66,19 +65,19 @@ def test_a_planted_pattern_is_learnt(inputs: Tensor, planted: Tensor) -> None:
     assert learnt.captured > 0.96 * learnt.best
     assert start.captured < 0.5 * learnt.best
     assert learnt.accuracy > 0.8 > 0.5 > start.accuracy
-    fresh = draw(500, HIDDEN, seed=9)
-    scores = (F.normalize(fresh, dim=-1) @ draw(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
+    fresh = normal(500, HIDDEN, seed=9)
+    scores = (F.normalize(fresh, dim=-1) @ normal(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
     assert share(scores, choice(learnt, fresh)) > 0.95 * share(scores, scores.topk(CHOSEN).indices)
 
 
 def test_lengths_of_inputs_are_no_matter(inputs: Tensor, planted: Tensor) -> None:
-    longer = inputs * draw(TOKENS, 1, seed=5).abs().add(0.1)
+    longer = inputs * normal(TOKENS, 1, seed=5).abs().add(0.1)
     assert trained(longer, planted, 3).captured == pytest.approx(trained(inputs, planted, 3).captured, abs=5e-3)
 
 
 def test_it_starts_at_the_rows_and_the_identity(inputs: Tensor, planted: Tensor) -> None:
     start = trained(inputs, planted, 0)
-    assert start.first.equal(draw(EXPERTS, HIDDEN, seed=2))
+    assert start.first.equal(normal(EXPERTS, HIDDEN, seed=2))
     assert start.second.equal(torch.eye(EXPERTS))
 
 
@@ -94,7 +93,7 @@ def test_it_tells_of_tokens_it_was_not_trained_on(inputs: Tensor, planted: Tenso
 
 def test_noise_is_not_learnt(inputs: Tensor) -> None:
     """Learnt by heart, it would capture more of the tokens it saw."""
-    noise = draw(TOKENS, EXPERTS, seed=6).square()
+    noise = normal(TOKENS, EXPERTS, seed=6).square()
     selector, (_, seen) = trained(inputs, noise, 30), parts()
     chance = CHOSEN / EXPERTS
     assert selector.captured == pytest.approx(chance, abs=0.06)
@@ -116,7 +115,7 @@ def test_tokens_to_judge_by_are_not_trained_on(inputs: Tensor, planted: Tensor) 
 
 def test_the_best_epoch_is_kept(inputs: Tensor, planted: Tensor) -> None:
     """A run of n epochs begins as one of n + 1 does."""
-    noisy = planted + 3 * draw(TOKENS, EXPERTS, seed=7).square()
+    noisy = planted + 3 * normal(TOKENS, EXPERTS, seed=7).square()
     runs = [trained(inputs[:640], noisy[:640], epochs) for epochs in range(16)]
     for before, after in itertools.pairwise(runs):
         assert after.captured >= before.captured
@@ -133,18 +132,11 @@ def test_the_same_seed_gives_the_same_selector(inputs: Tensor, planted: Tensor) 
     assert not first.first.equal(layer.first)
 
 
-def test_every_epoch_is_told(inputs: Tensor, planted: Tensor) -> None:
-    ticks: list[int] = []
-    rows = draw(EXPERTS, HIDDEN, seed=2)
-    train_selector(inputs, planted, rows, CHOSEN, seed=0, layer=0, epochs=3, tick=lambda: ticks.append(1))
-    assert len(ticks) == 3
-
-
 def test_one_expert_that_outweighs_all_does_not_hide_the_others(inputs: Tensor) -> None:
     """Which two others are chosen is learnt from scores relative to the least of them, not from such to the largest."""
     inputs = inputs + 0.5
-    scores = (F.normalize(inputs, dim=-1) @ draw(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
-    scores[:, 0], rows = 30, draw(EXPERTS, HIDDEN, seed=2)
+    scores = (F.normalize(inputs, dim=-1) @ normal(EXPERTS, HIDDEN, seed=1).T).clamp_min(0).square() + 0.01
+    scores[:, 0], rows = 30, normal(EXPERTS, HIDDEN, seed=2)
     least, largest = (
         train_selector(inputs, scores, rows, 3, seed=0, layer=0, epochs=15, as_published=published).accuracy
         for published in (False, True)

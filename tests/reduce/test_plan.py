@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from moetool.errors import UsageError
-from moetool.job.execute import plan_stage
 from moetool.job.job import Source
+from moetool.job.planning import plan_stage
 from moetool.reduce.plan import CountedPlan, possible_counts
 from moetool.stages import stages
 

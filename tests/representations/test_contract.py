@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 
 from moetool.numerics.output_norm import ChannelNorm
@@ -21,13 +22,9 @@ SPECS = [spec for kind in representations().values() for spec in kind.examples]
 every_example = pytest.mark.parametrize("form", [parse_representation(spec) for spec in SPECS], ids=SPECS)
 
 
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def measured() -> Measured:
-    inputs = matrix(40, SHAPE[1], seed=1).double()
-    return Measured(gram=inputs.T @ inputs, norm=ChannelNorm(matrix(SHAPE[0], seed=2).abs() + 0.1))
+    inputs = normal(40, SHAPE[1], seed=1).double()
+    return Measured(gram=inputs.T @ inputs, norm=ChannelNorm(normal(SHAPE[0], seed=2).abs() + 0.1))
 
 
 def loaded(form: Representation, encoded: dict[str, Tensor], dtype: torch.dtype) -> Weight:
@@ -58,7 +55,7 @@ def test_spec_round_trip(form: Representation) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_encoded_as_promised(form: Representation, known: Measured, dtype: torch.dtype) -> None:
     """Names, shapes, dtypes and bytes are those of the headers; decoding them is what the run-time form computes."""
-    encoded = form.encode(matrix(*SHAPE), dtype, known)
+    encoded = form.encode(normal(*SHAPE), dtype, known)
     promised = form.tensors(SHAPE) | form.shared_tensors(SHAPE)
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in encoded.items()} == {
         name: (stored.shape, stored.dtype or dtype) for name, stored in promised.items()
@@ -73,7 +70,7 @@ def test_encoded_as_promised(form: Representation, known: Measured, dtype: torch
     with torch.no_grad():
         assert weight.dense().equal(decoded)
         wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in encoded.items()}
-        inputs = matrix(5, SHAPE[1], seed=3)
+        inputs = normal(5, SHAPE[1], seed=3)
         expected = inputs @ form.decode(wide, SHAPE, torch.float32).T
         torch.testing.assert_close(loaded(form, wide, torch.float32)(inputs), expected, rtol=1e-4, atol=1e-4)
 
@@ -81,7 +78,7 @@ def test_encoded_as_promised(form: Representation, known: Measured, dtype: torch
 @every_example
 def test_no_worse_than_nothing(form: Representation) -> None:
     """What is stored resembles the matrix; what promises to be it, is it."""
-    original = matrix(*SHAPE)
+    original = normal(*SHAPE)
     decoded = form.decode(form.encode(original, torch.float32), SHAPE, torch.float32)
     if form.is_whole:
         assert decoded.equal(original)
@@ -91,7 +88,7 @@ def test_no_worse_than_nothing(form: Representation) -> None:
 
 @every_example
 def test_factors_are_all_there_is(form: Representation) -> None:
-    encoded = form.encode(matrix(*SHAPE), torch.float32)
+    encoded = form.encode(normal(*SHAPE), torch.float32)
     if form.factors is not None:
         u, v = (encoded[name] for name in form.factors)
         assert set(form.factors) == encoded.keys()
@@ -102,7 +99,7 @@ def test_factors_are_all_there_is(form: Representation) -> None:
 @every_example
 def test_all_experts_at_once(form: Representation) -> None:
     """Every expert's own tensors and the shared ones decode to something like its matrix."""
-    common = matrix(SHAPE[0], 1) @ matrix(1, SHAPE[1], seed=1)
+    common = normal(SHAPE[0], 1) @ normal(1, SHAPE[1], seed=1)
     matrices = [(1 + expert) * common for expert in range(3)]
     shared, own = form.encode_jointly(matrices, torch.float32)
     assert shared.keys() == form.shared_tensors(SHAPE).keys()

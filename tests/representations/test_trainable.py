@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from draws import normal
 
 from moetool.numerics.quantization import BITS
 from moetool.representations import Representation, parse_representation, representations
@@ -15,36 +15,32 @@ every_example = pytest.mark.parametrize("form", [parse_representation(spec) for 
 STILL = Pace(codes=0, scales=0)
 
 
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 @every_example
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_begins_as_stored(form: Representation, dtype: torch.dtype) -> None:
     """Nothing that has not moved is stored differently, whether the matrix behind it is known or not."""
-    own = form.encode(matrix(*SHAPE), dtype)
-    for known in (None, matrix(*SHAPE), matrix(*SHAPE, seed=5)):
+    own = form.encode(normal(*SHAPE), dtype)
+    for known in (None, normal(*SHAPE), normal(*SHAPE, seed=5)):
         moving = form.trainable(own, SHAPE, known)
         if moving is None:
             continue
         torch.testing.assert_close(moving.dense(), form.decode(own, SHAPE, torch.float32), rtol=0, atol=0)
-        moving.step(matrix(*SHAPE, seed=1), STILL)
+        moving.step(normal(*SHAPE, seed=1), STILL)
         again = moving.tensors()
         assert again.keys() == own.keys()
         assert all(again[name].equal(own[name]) for name in own)
 
 
 def test_codes_and_factors_can_move() -> None:
-    own = Quantized(2, 8).encode(matrix(*SHAPE), torch.float32)
+    own = Quantized(2, 8).encode(normal(*SHAPE), torch.float32)
     assert Quantized(2, 8).trainable(own, SHAPE) is not None
 
 
 @every_example
 def test_what_is_stored_is_what_moved(form: Representation) -> None:
     """After steps, `dense` is what the stored tensors stand for, nothing in them is damaged, and they come nearer."""
-    dtype, goal = torch.bfloat16, matrix(*SHAPE)
-    own = form.encode(goal + 0.3 * matrix(*SHAPE, seed=3), dtype)
+    dtype, goal = torch.bfloat16, normal(*SHAPE)
+    own = form.encode(goal + 0.3 * normal(*SHAPE, seed=3), dtype)
     moving = form.trainable(own, SHAPE, goal)
     if moving is None:
         return
@@ -65,7 +61,7 @@ def test_what_is_stored_is_what_moved(form: Representation) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_stay_in_range(bits: int) -> None:
     form = Quantized(bits, 8)
-    moving = form.trainable(form.encode(matrix(*SHAPE), torch.float32), SHAPE)
+    moving = form.trainable(form.encode(normal(*SHAPE), torch.float32), SHAPE)
     for sign in (1.0, -1.0):
         for _ in range(20):  # until the mean of gradients has turned
             moving.dense()

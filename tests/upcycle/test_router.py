@@ -2,14 +2,11 @@
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor
 
 from moetool.numerics.seeding import linear_std
 from moetool.upcycle.router import centred, centroid_router, decorrelated, random_router
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_the_default_is_that_of_a_fresh_linear_layer() -> None:
@@ -31,25 +28,25 @@ def test_every_layer_and_seed_has_its_own_router() -> None:
 
 
 def test_centred_rows_do_not_see_the_mean_and_keep_the_rest() -> None:
-    rows, mean = normal(6, 33), normal(33, seed=1) + 5
+    rows, mean = normal64(6, 33), normal64(33, seed=1) + 5
     found = centred(rows, mean)
     assert (found @ mean).abs().max() < 1e-12 * mean.norm()
-    others = torch.linalg.qr(torch.cat([mean[:, None], normal(33, 5, seed=2)], dim=1)).Q[:, 1:]  # orthogonal to it
+    others = torch.linalg.qr(torch.cat([mean[:, None], normal64(33, 5, seed=2)], dim=1)).Q[:, 1:]  # orthogonal to it
     torch.testing.assert_close(found @ others, rows @ others, rtol=0, atol=1e-12)
     torch.testing.assert_close(centred(found, mean), found, rtol=0, atol=1e-13)
     torch.testing.assert_close(centred(rows, -100 * mean), found, rtol=0, atol=1e-12)
 
 
 def test_centring_without_a_mean_changes_nothing() -> None:
-    rows = normal(6, 33)
+    rows = normal64(6, 33)
     assert centred(rows, torch.zeros(33)).equal(rows)
-    assert centred(rows.float(), normal(33).float()).dtype == torch.float32
+    assert centred(rows.float(), normal64(33).float()).dtype == torch.float32
 
 
 def clusters(experts: int, hidden: int = 24, tokens: int = 500) -> Tensor:
     """`[experts, tokens, hidden]`: each expert's text has its own mean, on top of a large one that all share."""
-    offsets = 2 * normal(experts, 1, hidden, seed=3) + 7 * normal(hidden, seed=4)
-    return offsets + normal(experts, tokens, hidden, seed=5) * (0.2 + normal(hidden, seed=6).abs())
+    offsets = 2 * normal64(experts, 1, hidden, seed=3) + 7 * normal64(hidden, seed=4)
+    return offsets + normal64(experts, tokens, hidden, seed=5) * (0.2 + normal64(hidden, seed=6).abs())
 
 
 @pytest.mark.parametrize("experts", [2, 3, 5])
@@ -85,12 +82,12 @@ def test_texts_that_do_not_differ_give_finite_rows() -> None:
 
 def spread(hidden: int) -> Tensor:
     """A covariance with some large and some small directions."""
-    basis = torch.linalg.qr(normal(hidden, hidden, seed=7)).Q
+    basis = torch.linalg.qr(normal64(hidden, hidden, seed=7)).Q
     return basis @ torch.diag(10.0 ** torch.linspace(-2, 1, hidden, dtype=torch.float64)) @ basis.T
 
 
 def test_decorrelated_logits_vary_equally_and_independently() -> None:
-    covariance, rows = spread(24), normal(6, 24)
+    covariance, rows = spread(24), normal64(6, 24)
     found = decorrelated(rows, covariance)
     before, after = rows @ covariance @ rows.T, found @ covariance @ found.T
     variance = before.diagonal().mean()
@@ -105,7 +102,7 @@ def test_decorrelated_logits_vary_equally_and_independently() -> None:
 
 
 def test_rows_that_cannot_be_independent_only_vary_equally() -> None:
-    covariance, rows = spread(8), normal(20, 8)
+    covariance, rows = spread(8), normal64(20, 8)
     found = decorrelated(rows, covariance)
     before, after = ((one @ covariance @ one.T).diagonal() for one in (rows, found))
     torch.testing.assert_close(after, before.mean().expand(20), rtol=1e-9, atol=0)

@@ -1,6 +1,6 @@
 """Command line of `moetool inspect`: prints what a checkpoint holds, by layer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +27,7 @@ from moetool.measure.inspected import (
     SharedBase,
     Similarity,
     StoredLayers,
+    densities,
 )
 from moetool.measure.inspection import inspect_model
 from moetool.measure.plots import pictured, plot_analysis
@@ -173,32 +174,12 @@ def _print_masks(masks: Masks) -> None:
     for title, part in (("layer", 0), ("type", 1)):
         groups: dict[str, list[MaskedLayer]] = {}
         for site in masks.moe:
-            groups.setdefault(_place(site.site)[part], []).append(site)
-        rows = [
-            (
-                name,
-                f"{_weighted((site.mean_density, site.channels) for site in sites):.1%}",
-                f"{_weighted((site.union_density, site.channels) for site in sites):.1%}",
-            )
-            for name, sites in groups.items()
-        ]
+            groups.setdefault(site.place[part], []).append(site)
+        rows = [(name, *(f"{density:.1%}" for density in densities(sites))) for name, sites in groups.items()]
         print_table((title, "per expert", "any expert"), rows)
     overlaps = [(str(expert), *(f"{value:.2f}" for value in row)) for expert, row in enumerate(masks.overlap)]
     header = ("expert", *(str(expert) for expert in range(len(overlaps))))
     print_table(header, overlaps, title="Overlap: the share of an expert's channels that another leaves open too")
-
-
-def _place(site: str) -> tuple[str, str]:
-    """The layer and the type of a linear layer, from its name."""
-    parts = site.split(".")
-    number = next(index for index, part in enumerate(parts) if part.isdigit())
-    return parts[number], parts[-1]
-
-
-def _weighted(densities: Iterable[tuple[float, int]]) -> float:
-    """The mean of densities, each of so many channels."""
-    every = list(densities)
-    return sum(density * channels for density, channels in every) / sum(channels for _, channels in every)
 
 
 def _weights(base: SharedBase | None, role: Role) -> str:

@@ -11,11 +11,11 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.source import local_path
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, LogJson, print_fields, print_json, print_table, watched
-from moetool.cli.evaluations import over_texts, print_texts
+from moetool.cli.evaluations import over_texts, print_texts, same_tokens
 from moetool.cli.generate import build_options, builder
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
-from moetool.measure.results import Comparison, Likeness, shown_kl
+from moetool.measure.results import Comparison, Likeness
 from moetool.measure.verification import exported_gguf, verify_checkpoint
 from moetool.stages import stages
 
@@ -81,8 +81,7 @@ def _likeness(found: Likeness) -> list[tuple[str, str]]:
     return [
         ("text", f"{found.text} ({found.windows} windows, {found.tokens:,} tokens)"),
         ("excess loss", f"{found.excess:.6f} nats per token"),
-        ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
-        ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
+        *same_tokens(found),
         *over_texts(found.over_texts),
     ]
 

@@ -16,7 +16,7 @@ from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
-from moetool.compress.delta_encoding import agreed_layouts
+from moetool.compress.delta_forms import agreed_layouts
 from moetool.compress.encoded_layers import Encoding, encoded_bytes
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.options import FactorOptions
@@ -43,7 +43,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.including import included_bytes, included_shapes
 from moetool.job.job import Job, Source
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
-from moetool.job.result import CalibrationFacts
+from moetool.job.result import CalibrationFacts, significant
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, original_bytes, write_model
 from moetool.representations import Representation
@@ -133,7 +133,7 @@ class FactoredLayers:
                 if _is_cut(form):
                     spectrum, energy = entry.factors.spectrum(role, min(expert, entry.factors.count - 1))
                     error = 1 - spectrum[: form.directions].sum().item() / energy if energy > 0 else 0.0
-                errors[role].append(float(f"{max(error, 0.0):.4g}"))
+                errors[role].append(significant(max(error, 0.0)))
             lost[entry.layer] = RankedLayer(tokens=None if given is None else given.tolist(), lost_energy=errors)
         return lost
 

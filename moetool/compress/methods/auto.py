@@ -19,19 +19,18 @@ from torch import Tensor
 from moetool.bases.choices import Merge
 from moetool.checkpoint.files import atomically
 from moetool.checkpoint.source import local_path
-from moetool.compress.delta_encoding import BaseBits
+from moetool.compress.delta_forms import BaseBits
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.plan_file import plan_text, read_included, read_plan
 from moetool.compress.mixing.schemes import StorageScheme, on_base, without_base
 from moetool.compress.mixing.stage import MixingStage
-from moetool.compress.mixing.trials import MOST_TRIALS, Increase, SizeSearch, Trials, in_words
+from moetool.compress.mixing.trials import EVALUATE, MOST_TRIALS, Increase, SizeSearch, Trials, in_words
 from moetool.compress.results import MixedResult, Trial
 from moetool.costs.building_blocks import calibration_forward, moe_size
 from moetool.costs.phases import ENCODE, Phase
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
-from moetool.job.calibrated import EVALUATE, held_out
 from moetool.job.estimate import estimate
 from moetool.job.including import FEW_BITS, worth_including
 from moetool.job.job import Job, Source
@@ -40,6 +39,7 @@ from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json, PhaseTime
 from moetool.job.shards import OutputPlan
+from moetool.job.windows import held_out
 from moetool.job.writing import original_bytes
 
 _BASES = ("2", "4", "6", "8")  # bits of the bases that are tried; what few bits lose, every delta has to make up for

@@ -15,7 +15,7 @@ from moetool.bases.pruning import plan_pruning
 from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
-from moetool.compress.delta_encoding import refuse_compressed
+from moetool.compress.delta_forms import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measuring_owners
 from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.writing import (

@@ -16,16 +16,15 @@ from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.reader import Checkpoint
 from moetool.compress.coding_text import CodingText
-from moetool.compress.delta_encoding import (
+from moetool.compress.delta_encoding import encoding_plan, run_encoding
+from moetool.compress.delta_forms import (
     CodeOptions,
     ExtendedOptions,
     Form,
     SparsityOptions,
     base_representations,
     decomposed_layouts,
-    encoding_plan,
     quantized,
-    run_encoding,
     sparse,
 )
 from moetool.compress.results import LayersResult

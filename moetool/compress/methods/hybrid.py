@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from moetool.bases.choices import Merge
-from moetool.compress.delta_encoding import BaseBits
+from moetool.compress.delta_forms import BaseBits
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import StorageScheme, on_base
 from moetool.compress.mixing.stage import MixingStage

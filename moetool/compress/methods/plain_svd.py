@@ -15,7 +15,7 @@ from moetool.architectures import Role
 from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
-from moetool.compress.delta_encoding import refuse_compressed
+from moetool.compress.delta_forms import refuse_compressed
 from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.options import FactorOptions
 from moetool.compress.factors.writing import FactoredLayers, factor_memory, factor_plan, finish

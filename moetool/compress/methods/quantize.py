@@ -22,12 +22,8 @@ from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import Ratio
 from moetool.compress.coding_text import CodingText
-from moetool.compress.delta_encoding import (
-    BaseBits,
-    encoding_plan,
-    refuse_compressed,
-    run_encoding,
-)
+from moetool.compress.delta_encoding import encoding_plan, run_encoding
+from moetool.compress.delta_forms import BaseBits, refuse_compressed
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, codes_form, rotation_seeds, without_base
 from moetool.compress.mixing.stage import MixingStage

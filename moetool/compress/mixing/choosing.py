@@ -13,6 +13,7 @@ from moetool.compress.budget.spending import cheapest, fit
 from moetool.compress.mixing.schemes import Granularity, StorageScheme
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
+from moetool.job.result import significant
 from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
 
@@ -258,6 +259,5 @@ def summed(losses: Iterable[tuple[Key, float]]) -> dict[int, dict[Role, float]]:
     for (layer, role, _), loss in losses:
         parts.setdefault(layer, {}).setdefault(role, []).append(loss)
     return {
-        layer: {role: float(f"{math.fsum(own):.4g}") for role, own in by_role.items()}
-        for layer, by_role in parts.items()
+        layer: {role: significant(math.fsum(own)) for role, own in by_role.items()} for layer, by_role in parts.items()
     }

@@ -13,7 +13,7 @@ import torch
 from moetool.architectures import MoEShape, Role
 from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import ExpertReader
-from moetool.compress.delta_encoding import base_representations, in_groups
+from moetool.compress.delta_forms import base_representations, in_groups
 from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE
 from moetool.numerics.counter import key

@@ -23,7 +23,7 @@ from moetool.architectures import Role
 from moetool.bases.choices import Merge
 from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
-from moetool.compress.delta_encoding import agreed_layouts, refuse_compressed
+from moetool.compress.delta_forms import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
 from moetool.compress.mixing.choosing import Choosing, Mix, note_on_including, notes_on, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers

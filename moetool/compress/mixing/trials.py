@@ -16,13 +16,16 @@ import torch
 from pydantic import BeforeValidator, Field, TypeAdapter
 from torch import Tensor
 
+from moetool.calibration.boundaries import kept_dtype
+from moetool.calibration.sweep import Sweep
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.results import Trial
 from moetool.errors import UsageError
-from moetool.job.calibrated import streamed_losses
 from moetool.job.job import Job
+from moetool.job.progress import phase
 
+EVALUATE = "Evaluate"  # a phase
 _TRIAL = TypeAdapter(Trial)
 MOST_TRIALS = 6
 _CLOSE = 0.01  # share of the size: nearer than that to one that is too small, nothing is gained
@@ -170,7 +173,23 @@ class Trials:
         return torch.tensor(self.job.workspace.told("held-out")["losses"], dtype=torch.float64)
 
     def _losses(self, checkpoint: Checkpoint) -> Tensor:
-        return streamed_losses(self.job, checkpoint, self.windows, self.job.work / "held-out", self.experts_at_once)
+        """Mean next-token loss of each held-out window by a checkpoint of the job's family, one layer in memory at a
+        time: `[windows]` fp64. Between layers, a requested stop is obeyed."""
+        from moetool.calibration.streaming import StreamedModel
+
+        job, directory = self.job, self.job.work / "held-out"
+        model = StreamedModel(
+            checkpoint, job.source.architecture, job.compute_dtype, job.device, experts_at_once=self.experts_at_once
+        )
+        kept, tick = kept_dtype(job.source.dtype, job.compute_dtype), job.progress.advance
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep = Sweep(model, self.windows, directory, tick, kept=kept)
+        with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count):
+            for _ in sweep.through_layers():
+                job.interrupt.check()
+            losses = sweep.losses()
+        sweep.hidden(model.layer_count).path.unlink()
+        return losses
 
 
 def in_words(trial: Trial) -> str:

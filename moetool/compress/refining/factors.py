@@ -6,7 +6,7 @@ and so do experts that a token goes to together. Adam (arXiv:1412.6980) moves al
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -61,8 +61,7 @@ class FactoredExperts(RefinableExperts):
         def stored(tensor: Tensor) -> Tensor:
             return tensor.detach().to(self.dtype).float()
 
-        bases = {role: stored(base) if role in self.masks else base for role, base in self.bases.items()}
-        return replace(self, bases=bases, factors={key: (stored(u), stored(v)) for key, (u, v) in self.factors.items()})
+        return self._changed(stored)
 
     def leaves(self) -> "FactoredExperts":
         """Copy the experts so that each base and factor that may move is a leaf that requires gradients."""
@@ -70,8 +69,12 @@ class FactoredExperts(RefinableExperts):
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().requires_grad_(True)
 
-        bases = {role: leaf(base) if role in self.masks else base for role, base in self.bases.items()}
-        return replace(self, bases=bases, factors={key: (leaf(u), leaf(v)) for key, (u, v) in self.factors.items()})
+        return self._changed(leaf)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "FactoredExperts":
+        """The experts with what a function makes of all tensors that may move."""
+        bases = {role: change(base) if role in self.masks else base for role, base in self.bases.items()}
+        return replace(self, bases=bases, factors={key: (change(u), change(v)) for key, (u, v) in self.factors.items()})
 
     def paces(self) -> Iterator[tuple[Tensor, float]]:
         """Every tensor that may move, and how long a step of its numbers is at most."""

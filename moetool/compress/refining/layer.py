@@ -29,6 +29,7 @@ from moetool.compress.refining.refinement import MovingExperts, RefinableT, Refi
 from moetool.compress.results import RefinedLayer
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
+from moetool.job.result import significant
 from moetool.numerics.seeding import generator
 
 _OF_EXPERT = 16_384, 4_096  # most tokens that codes of an expert learn from, and that are held out
@@ -58,7 +59,7 @@ class Refining:
         """Count of refined experts of a written layer, and their loss before and after."""
         costs = load_file(refined_path(self.work, layer))["costs"]
         before, after, changed = costs.sum(0).tolist()
-        return RefinedLayer(int(changed), len(costs) - int(changed), float(f"{before:.4g}"), float(f"{after:.4g}"))
+        return RefinedLayer(int(changed), len(costs) - int(changed), significant(before), significant(after))
 
     def unmoved_base(self, layer: int, peers: Peers) -> LayerBase:
         """The base of a layer as it was measured, however often the layer has been refined."""

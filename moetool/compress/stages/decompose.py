@@ -10,7 +10,7 @@ from torch import Tensor
 from moetool.bases.given import GivenBase, in_few_bits, kinship_warning, open_base
 from moetool.bases.layer_base import base_tensors
 from moetool.checkpoint.reader import Checkpoint
-from moetool.compress.delta_encoding import ExtendedOptions, base_representations
+from moetool.compress.delta_forms import ExtendedOptions, base_representations
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import decomposing_phases

@@ -6,14 +6,12 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.bases.choices import Pruning
 from moetool.bases.layer_base import base_tensors, stored_base
 from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
-from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.sizes import Ratio
 from moetool.compress.results import PrunedResult
 from moetool.costs.building_blocks import moe_size
@@ -167,15 +165,10 @@ class PruneBase(Stage[PruneBaseOptions]):
         shape = self.source.experts.shape
         calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
 
-        def visit(index: int, layer: nn.Module) -> None:
+        def measure(index: int, layer: nn.Module) -> dict[str, Tensor]:
             usage = UsageCollector(shape)
             calibrated.sweep.forward(index, layer, [usage])
-            measured = LayerStatistics.from_usage(usage, shape)
-            if job.ranks.is_first:
-                save_tensors(job.work / f"usage-{index:05d}.safetensors", measured.tensors())
+            return LayerStatistics.from_usage(usage, shape).tensors()
 
-        calibrated.forward_visiting(visit)
-        job.meet()
-        files = {layer: job.work / f"usage-{layer:05d}.safetensors" for layer in self.source.experts.moe_layers}
-        measured = {layer: LayerStatistics.from_tensors(load_file(file)) for layer, file in files.items()}
-        return measured, calibrated.facts
+        found = calibrated.measured("usage", measure)
+        return {layer: LayerStatistics.from_tensors(own) for layer, own in found.items()}, calibrated.facts

@@ -159,7 +159,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if not has_tokenizer(path):
             return None
         vocabulary, family = int(self.source.config.vocab_size), self.source.family
-        return read_tokenizer(path, vocabulary, self.options.pre_tokenizer, family.cutting, family.pieces)
+        cut, usual = self.options.pre_tokenizer, family.cutting
+        return read_tokenizer(path, vocabulary, cut=cut, usual=usual, pieces=family.pieces)
 
     def plan(self) -> Plan:
         source, tensors = self.source, self._tensors

@@ -24,8 +24,9 @@ from moetool.export.gguf.file import GgufTensor, is_quantized, type_for
 from moetool.export.gguf.rope import LONG_ROPE, ROPES_BY_PAIR, factors_by_pair
 from moetool.format.families import architecture_of
 from moetool.format.gguf.blocks import NumberType
+from moetool.format.gguf.changes import Change
 from moetool.format.gguf.families import gguf_family
-from moetool.format.gguf.family import Change, under
+from moetool.format.gguf.family import under
 from moetool.format.gguf.words import (
     EMBEDDINGS,
     EXPERT_BIASES,

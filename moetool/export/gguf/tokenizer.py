@@ -75,9 +75,7 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
-def read_tokenizer(
-    path: Path, vocabulary: int, cut: str | None = None, usual: str | None = None, pieces: str = "llama"
-) -> GgufTokenizer:
+def read_tokenizer(path: Path, vocabulary: int, *, cut: str | None, usual: str | None, pieces: str) -> GgufTokenizer:
     """Read the tokenizer of a checkpoint.
 
     Args:

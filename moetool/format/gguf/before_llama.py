@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moetool.errors import InvalidInputError
+from moetool.format.gguf.changes import Change, Config, changed, transposed, whole_numbers
 from moetool.format.gguf.dense import (
     EPSILON,
     FULLY_CONNECTED,
@@ -23,7 +24,7 @@ from moetool.format.gguf.dense import (
     pair,
     rounded_gelu,
 )
-from moetool.format.gguf.family import Change, Config, GgufFamily, Metadata, changed, transposed, whole_numbers
+from moetool.format.gguf.family import GgufFamily, Metadata
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moetool.architectures.shape import ROLES
-from moetool.format.gguf.family import GgufFamily, nearest
+from moetool.format.gguf.changes import nearest
+from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.routing import INDEXER_COUNTS, N_SHARED, SCALED, SIGMOID_RENORMALIZED, other_indexer
 from moetool.format.gguf.words import EXPERT_WIDTH, GATING, HEAD, SHARED_EXPERT
 

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import (
-    Change,
-    Config,
-    GgufFamily,
-    Recast,
-    changed,
-    norms_plus_one,
-    whole_numbers,
-)
+from moetool.format.gguf.changes import Change, Config, Recast, changed, norms_plus_one, whole_numbers
+from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.routing import RENORMALIZED
 from moetool.format.gguf.words import EXPERT_WIDTH
 

@@ -7,16 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import (
-    Change,
-    Config,
-    GgufFamily,
-    head_norms,
-    norms_plus_one,
-    nothing,
-    plus_one,
-    whole_numbers,
-)
+from moetool.format.gguf.changes import Change, Config, head_norms, norms_plus_one, plus_one, whole_numbers
+from moetool.format.gguf.family import GgufFamily, nothing
 from moetool.format.gguf.routing import ALL_BIASES, GRANITE, INNER_BIASES, POST_ATTENTION, UNBIASED
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, plus_one, whole_numbers
 from moetool.format.gguf.delta_rules import QWEN3_5_MOE, without_middle
-from moetool.format.gguf.family import Change, Config, GgufFamily, plus_one, whole_numbers
+from moetool.format.gguf.family import GgufFamily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

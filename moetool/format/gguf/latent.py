@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.family import Change, Config, GgufFamily, nearest, whole_numbers
+from moetool.format.gguf.changes import Change, Config, nearest, whole_numbers
+from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.routing import (
     FIXED_EPSILON,
     INDEXER_COUNTS,

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import (
-    GgufFamily,
-    beside,
-    gate_and_up,
-    nearest,
-    norms_plus_one,
-    plus_one,
-    without_experts,
-)
+from moetool.format.gguf.changes import gate_and_up, nearest, norms_plus_one, plus_one
+from moetool.format.gguf.family import GgufFamily, beside, without_experts
 from moetool.format.gguf.routing import SCALE, SCALED, SIGMOID_RENORMALIZED, UNBIASED
 from moetool.format.gguf.words import EXPERT_WIDTH, SHARED_COUNT, SHARED_EXPERT
 

@@ -11,20 +11,11 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, changed, nearest, whole_numbers
 from moetool.format.gguf.delta_rules import KDA_MODULES, KDA_NAMES, decay, logarithm
-from moetool.format.gguf.family import (
-    Change,
-    Config,
-    GgufFamily,
-    beside,
-    changed,
-    nearest,
-    whole_numbers,
-    without_experts,
-)
+from moetool.format.gguf.family import GgufFamily, beside, without_experts
 from moetool.format.gguf.latent import LATENT, LATENT_COUNTS, LATENT_NAMES
 from moetool.format.gguf.routing import (
     FIXED_EPSILON,
@@ -38,7 +29,7 @@ from moetool.format.gguf.routing import (
     other_scores,
     told_epsilon,
 )
-from moetool.format.gguf.words import EMBEDDINGS, halved, interleaved
+from moetool.format.gguf.words import EMBEDDINGS, halved, interleaved, with_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -205,9 +196,7 @@ def _stretched(name: str) -> Change:
 
 def _rearranged(order: Callable[[Tensor, int], Tensor], heads: Sequence[str], config: Config, rows: Tensor) -> Tensor:
     [turned, count] = [*whole_numbers(config, "qk_rope_head_dim", *heads), 1][:2]
-    by_head = rows.unflatten(0, (count, -1))
-    first = order(by_head[:, :turned].flatten(0, 1), count).unflatten(0, (count, -1))
-    return torch.cat([first, by_head[:, turned:]], dim=1).flatten(0, 1)
+    return with_first(order, rows, count, turned)
 
 
 def _of_indexer(name: str, *heads: str) -> Change:

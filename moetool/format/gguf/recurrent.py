@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, Recast, changed, gate_and_up, head_norms, whole_numbers
 from moetool.format.gguf.delta_rules import DELTA_RULES, decay, logarithm, without_middle
 from moetool.format.gguf.dense import GRANITE_DENSE
-from moetool.format.gguf.family import (
-    ATTENTION,
-    Change,
-    Config,
-    GgufFamily,
-    Recast,
-    beside,
-    changed,
-    gate_and_up,
-    head_norms,
-    whole_numbers,
-    without_experts,
-)
+from moetool.format.gguf.family import ATTENTION, GgufFamily, beside, without_experts
 from moetool.format.gguf.routing import (
     ALL_BIASES,
     GRANITE,
@@ -54,11 +43,11 @@ def _as_it_is(_: Config, given: Tensor) -> Tensor:
     return given
 
 
-def _grouped_norm(groups: str, name: str) -> Change:
+def _grouped_norm(groups: str) -> Change:
     """The norm of a Mamba-2 layer, `[channels]`, which a file has as `[groups, channels / groups]`; `groups` is their
     entry in the config."""
     return changed(
-        name,
+        "ssm_norm.weight",
         lambda config, given: given.unflatten(0, (whole_numbers(config, groups)[0], -1)),
         lambda _, given: given.flatten(),
     )
@@ -80,7 +69,7 @@ def mamba2(module: str, groups: str) -> tuple[Mapping[str, str], Mapping[str, Ch
         f"{module}.A_log": changed("ssm_a", *_column(decay, logarithm)),
         f"{module}.D": changed("ssm_d", *_column(_as_it_is, _as_it_is)),
         f"{module}.conv1d.weight": without_middle("ssm_conv1d.weight"),
-        f"{module}.norm.weight": _grouped_norm(groups, "ssm_norm.weight"),
+        f"{module}.norm.weight": _grouped_norm(groups),
     }
     return names, changes
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, changed, whole_numbers
 from moetool.format.gguf.dense import ERNIE, GLM4, QWEN2, QWEN3
-from moetool.format.gguf.family import Change, Config, GgufFamily, changed, whole_numbers
-from moetool.format.gguf.words import halved, interleaved
+from moetool.format.gguf.family import GgufFamily
+from moetool.format.gguf.words import halved, interleaved, with_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,11 +38,8 @@ def _first_turned(config: Config, rows: Tensor, heads: str, *, back: bool = Fals
     width, queries, count = whole_numbers(config, "hidden_size", "num_attention_heads", heads)
     rope = config["rope_parameters"]
     share = rope.get("partial_rotary_factor", _TURNED) if isinstance(rope, Mapping) else _TURNED
-    by_head = rows.unflatten(0, (count, -1))
     first = int(int(config.get("head_dim") or width // queries) * float(share))  # type: ignore[call-overload]
-    turn = interleaved if back else halved
-    turned = turn(by_head[:, :first].flatten(0, 1), count).unflatten(0, (count, -1))
-    return torch.cat([turned, by_head[:, first:]], dim=1).flatten(0, 1)
+    return with_first(interleaved if back else halved, rows, count, first)
 
 
 def _of_heads(module: str, own: str, heads: str) -> dict[str, Change]:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moetool.format.gguf.family import GgufFamily, beside, nearest, without_experts
+from moetool.format.gguf.changes import nearest
+from moetool.format.gguf.family import GgufFamily, beside, without_experts
 from moetool.format.gguf.routing import (
     INNER_BIASES,
     NOT_SCALED,

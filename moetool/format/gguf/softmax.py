@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moetool.format.gguf.changes import head_norms
 from moetool.format.gguf.dense import GRANITE_DENSE, MISTRAL
-from moetool.format.gguf.family import GgufFamily, head_norms
+from moetool.format.gguf.family import GgufFamily
 from moetool.format.gguf.routing import (
     ALL_BIASES,
     IF_RENORMALIZED,

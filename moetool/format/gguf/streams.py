@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moetool.format.gguf.changes import Change, Config, changed, nearest, whole_numbers
 from moetool.format.gguf.delta_rules import KDA_CHANGES, KDA_MODULES, KDA_NAMES
-from moetool.format.gguf.family import Change, Config, GgufFamily, beside, changed, nearest, nothing, whole_numbers
+from moetool.format.gguf.family import GgufFamily, beside, nothing
 from moetool.format.gguf.latent import DEEPSEEK_V32
 from moetool.format.gguf.routing import other_scores, own_indexers
 from moetool.format.gguf.words import OWN_INDEXERS, SHARED_EXPERT, halved, interleaved

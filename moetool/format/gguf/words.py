@@ -5,9 +5,10 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 
+import torch
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -89,3 +90,10 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
 def halved(rows: Tensor, heads: int) -> Tensor:
     """Undo `interleaved`: every head's even rows come first, then its odd ones."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def with_first(order: Callable[[Tensor, int], Tensor], rows: Tensor, heads: int, first: int) -> Tensor:
+    """Rows `[heads · width, …]` with the `first` of every head in the `order` of `interleaved` or `halved`."""
+    by_head = rows.unflatten(0, (heads, -1))
+    ordered = order(by_head[:, :first].flatten(0, 1), heads).unflatten(0, (heads, -1))
+    return torch.cat([ordered, by_head[:, first:]], dim=1).flatten(0, 1)

@@ -5,19 +5,15 @@ written but activations. Many: they are sorted by expert, and its matrices are u
 at a time; low-rank deltas stay products beside those of the base, which meets every token once.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.architectures import Role
-from moetool.errors import UsageError
 from moetool.kernels.block import Block
 from moetool.kernels.held import Held
 from moetool.kernels.products import is_packed, linear, routed, tokens_met_once
@@ -321,62 +317,3 @@ def _times(table: Table, inputs: Tensor) -> Tensor:
 def few_tokens(table: Table) -> int:
     """The number of tokens up to which the only matrix of a table is multiplied token by token."""
     return _FEW if is_packed(table.products[0]) else _FEW // 2
-
-
-# Compiled graphs take tensors and numbers, not modules, and a kernel is one step of theirs: what it chooses by, where
-# tensors lie and how many tokens an expert gets, is for the moment at which it runs.
-_MODULES: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def numbered(module: nn.Module) -> Tensor:
-    """A number by which `by_number` finds this module as long as it lives.
-
-    It is an input of a compiled graph: one graph serves all layers that are compiled one by one.
-    """
-    number = next(_NUMBERS)
-    _MODULES[number] = module
-    with torch.inference_mode(False):
-        return torch.tensor(number, device="cpu")
-
-
-def refuse_export() -> None:
-    """Raise for a graph that is to be run elsewhere, where no module has the number that stands in it.
-
-    Raises:
-        UsageError: `torch.export` is at work.
-    """
-    if torch.compiler.is_exporting():
-        raise UsageError(
-            "Experts that run on kernels cannot be exported: a graph holds tensors, and kernels want the module. Make "
-            'compressed ones dense by moetool.synthesize(model) and model.set_experts_implementation("batched_mm").'
-        )
-
-
-def by_number(number: Tensor) -> Any:
-    """Find the module that `numbered` gave this number."""
-    return _MODULES[int(number)]
-
-
-@torch.library.custom_op("moetool::experts", mutates_args=())
-def run_by_number(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
-    """Custom operator that runs `infer` of the experts with this number, opaque to compiled graphs."""
-    output: Tensor = by_number(number).infer(hidden, chosen, weights)
-    return output
-
-
-@run_by_number.register_fake
-def _(hidden: Tensor, chosen: Tensor, weights: Tensor, number: Tensor) -> Tensor:
-    return torch.empty_like(hidden)
-
-
-@torch.library.custom_op("moetool::rows", mutates_args=())
-def run_rows_by_number(rows: Tensor, number: Tensor, width: int) -> Tensor:
-    """Custom operator that runs `infer` of the module with this number on rows `[…, in]`: `[…, width]`."""
-    output: Tensor = by_number(number).infer(rows)
-    return output
-
-
-@run_rows_by_number.register_fake
-def _(rows: Tensor, number: Tensor, width: int) -> Tensor:
-    return rows.new_empty(*rows.shape[:-1], width)

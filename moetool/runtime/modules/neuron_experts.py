@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moetool.architectures.shape import Role
 from moetool.format.kinds.moefied import Lead, MoefiedSpec
-from moetool.runtime.modules.inference import numbered, run_rows_by_number
+from moetool.runtime.modules.by_number import Numbered, run_rows_by_number
 from moetool.runtime.modules.insertion import add_placeholder
 from moetool.runtime.modules.networks import KernelNeurons, SplitFFN, dropout_of, wide
 from moetool.runtime.modules.offloading import below, loaded
@@ -60,7 +60,7 @@ class Selector(nn.Module):
         return F.linear((self.first(rows) / norms).tanh(), self.second.weight.to(dtype))
 
 
-class NeuronExperts(SplitFFN):
+class NeuronExperts(Numbered, SplitFFN):
     """A feed-forward network of which every token uses the experts that it is expected to need.
 
     Attributes:
@@ -105,7 +105,7 @@ class NeuronExperts(SplitFFN):
         self.dropout, self.factor, self.adds = dropout_of(ffn), 1.0, False
         self.on_selection: Callable[[Tensor], object] | None = None
         self._cached: dict[str, tuple[object, object]] = {}
-        self._number = numbered(self)
+        self.take_number()
         self.set_keep(spec.keep)
         like = self.linear("down").weight
         with torch.device(like.device):
@@ -259,10 +259,6 @@ class NeuronExperts(SplitFFN):
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_cached": {}}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._number = numbered(self)  # a copy is another module
 
     def extra_repr(self) -> str:
         return f"{self.kept} of {self.num_experts} experts of {self.size} neurons, {self.selector_kind}"

@@ -1,28 +1,25 @@
 """Linear layers and embeddings beside the experts that are stored as codes, and run on these."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from moetool.architectures.base import Settings
-from moetool.errors import InvalidInputError
-from moetool.format.beside import quantized_beside
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
-from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.representations.quantized import QuantizedWeight
+from moetool.runtime.modules.by_number import Numbered, run_rows_by_number
 from moetool.runtime.modules.coded_weight import CodedWeight, Placeholder, placeholder_of
-from moetool.runtime.modules.inference import few_tokens, numbered, run_rows_by_number
-from moetool.runtime.modules.insertion import paths_in
+from moetool.runtime.modules.inference import few_tokens
 from moetool.runtime.modules.offloading import is_fetched, loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _MOST = 1 << 27  # numbers in a table: kernels of cards know matrices up to twice that, and heads are larger
 
@@ -183,7 +180,7 @@ class QuantizedEmbedding(QuantizedModule, nn.Embedding):  # type: ignore[misc]
         return native.train(self.training)
 
 
-class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
+class QuantizedLinear(Numbered, QuantizedModule, nn.Linear):  # type: ignore[misc]
     """A linear layer on a matrix of codes: on kernels where no gradients are wanted, else in plain torch."""
 
     @property
@@ -198,7 +195,7 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
         self.out_features, self.in_features = stored.shape
         self.register_parameter("bias", bias)
         self._tables: list[Table] = []
-        self._number = numbered(self)
+        self.take_number()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply inputs `[…, in]` with the quantized matrix and add the bias: `[…, out]`."""
@@ -238,10 +235,6 @@ class QuantizedLinear(QuantizedModule, nn.Linear):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tables": []}  # which is made of addresses
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._number = numbered(self)  # a copy is another module
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._tables = []  # or what is moved stays where it was until the next call
         return super()._apply(fn, recurse)
@@ -264,113 +257,3 @@ def _tables(stored: QuantizedWeight) -> list[Table]:
         except UnsupportedMatrixError:
             return []
     return found
-
-
-def insert_quantized(model: "PreTrainedModel", config: Settings) -> None:
-    """Put modules of codes, still empty, where `config` lists them, and where the head is tied to one of these.
-
-    Raises:
-        InvalidInputError: the model has no such linear layer or embedding.
-    """
-    beside = quantized_beside(config)
-    listed = {path: (name, beside[name]) for name, path in paths_in(model, beside).items()}
-    for path, (name, form) in listed.items():
-        if path == "lm_head" and not hasattr(model, path):
-            continue  # the bare decoder, AutoModel
-        try:
-            native = model.get_submodule(path)
-        except AttributeError as error:
-            raise InvalidInputError(f"quantization_config: the model of config.json has no module {name}.") from error
-        model.set_submodule(path, module := _quantized(name, native, form))
-        for tied in _tied_to(model, path):
-            if tied in listed:
-                continue  # it is stored, too
-            other = model.get_submodule(tied)
-            if isinstance(other, nn.Linear | nn.Embedding):
-                model.set_submodule(tied, _around(module.stored, other, module))
-
-
-def _around(
-    stored: QuantizedWeight, native: nn.Linear | nn.Embedding, owner: QuantizedModule | None = None
-) -> QuantizedModule:
-    if isinstance(native, nn.Embedding):
-        return QuantizedEmbedding(stored, native, owner)
-    return QuantizedLinear(stored, native.bias, owner)
-
-
-def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> QuantizedModule:
-    if not isinstance(native, nn.Linear | nn.Embedding):
-        raise InvalidInputError(f"quantization_config: {name} is a {type(native).__name__}, which no codes stand for.")
-    rows, columns = native.weight.shape
-    try:
-        stored = form.build((rows, columns), native.weight.dtype, native.weight.device)
-    except ValueError as error:
-        raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
-    return _around(stored, native)
-
-
-def _tied_to(model: "PreTrainedModel", path: str) -> Iterator[str]:
-    """Modules whose weight is that of another; which of the two a file has does not matter."""
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    pairs = [[name.removesuffix(".weight") for name in pair] for pair in tied.items()]
-    return (other for pair in pairs if path in pair for other in pair if other != path)
-
-
-def fill_embeddings(model: "PreTrainedModel") -> None:
-    """Set what embeddings of codes hold and no file has, as the language model that they belong to initializes it."""
-    from transformers import PreTrainedModel
-
-    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)]
-    for path, module in quantized_modules(model):
-        if isinstance(module, QuantizedEmbedding):
-            [*_, own] = (part for name, part in parts if not name or path.startswith(f"{name}."))
-            module.fill(own._init_weights)
-
-
-def dense_modules(model: "PreTrainedModel") -> None:
-    """Put ordinary modules in the place of those of codes; what was tied is tied."""
-    made: dict[QuantizedWeight, nn.Parameter] = {}
-    for name, module in [*quantized_modules(model)]:
-        if module.stored not in made:
-            made[module.stored] = module.matrix()
-        model.set_submodule(name, module.dense(made[module.stored]))
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Whether a module outside the experts stores its matrix as codes."""
-    return isinstance(module, QuantizedModule)
-
-
-def quantized_modules(model: nn.Module) -> Iterator[tuple[str, QuantizedModule]]:
-    """The modules of a model that hold their matrices as codes, by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedModule))
-
-
-def still_quantized(model: "PreTrainedModel") -> set[str]:
-    """Names of the modules whose codes a model holds, without those of adapters around them.
-
-    Raises:
-        InvalidInputError: a head and an embedding that the config ties are not tied, or the head's codes are gone.
-    """
-    found = {name.removesuffix(".base_layer"): module for name, module in quantized_modules(model)}
-    heads = {head for module in found.values() for head in module.tied}
-    free = {name for name, module in found.items() if module.is_tied}
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        pair = {name.removesuffix(".weight") for name in (target, source)}
-        free -= pair
-        if len(coded := pair & found.keys()) == 1:
-            raise InvalidInputError(
-                f"{min(pair - coded)} was replaced, and the config ties it to {min(coded)}, which is stored as codes. "
-                "Call model.tie_weights() for one matrix, or set model.config.tie_word_embeddings = False for two."
-            )
-    if lost := [name for name, module in found.items() if module.is_tied and module not in heads]:
-        raise InvalidInputError(
-            f"{lost[0]} has no codes of its own, and what it is tied to was replaced. Call model.tie_weights() to tie "
-            "it to that."
-        )
-    if free:
-        raise InvalidInputError(
-            f"{min(free)} has no codes of its own, and the config no longer ties it to the embedding, whose codes it "
-            "uses. Set model.config.tie_word_embeddings = True."
-        )
-    return {name for name, module in found.items() if not module.is_tied}

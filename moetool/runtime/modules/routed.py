@@ -12,13 +12,8 @@ from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import problem
 from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
-from moetool.runtime.modules.inference import (
-    KernelExperts,
-    RoleMatrices,
-    numbered,
-    refuse_export,
-    run_by_number,
-)
+from moetool.runtime.modules.by_number import Numbered, refuse_export, run_by_number
+from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import is_fetched
 
 _GATHERED = 32  # pairs of a token and an expert up to which matrices are copied rather than waited for
@@ -62,7 +57,7 @@ class Kernels:
         return Kernels, ()
 
 
-class RoutedExperts(nn.Module, ABC):
+class RoutedExperts(Numbered, ABC):
     """Experts that are run by number: one after the other where gradients are wanted, and else on kernels. Where there
     are none for the device, matrices of few tokens may be copied: nothing waits for what was chosen.
 
@@ -74,11 +69,7 @@ class RoutedExperts(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self._kernels = Kernels()
-        self._number = numbered(self)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._number = numbered(self)  # a copy is another module
+        self.take_number()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._kernels.forget()  # or what is moved stays where it was until the next call

@@ -8,12 +8,10 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.architectures import Role
 from moetool.calibration.mixing import TextCounts
-from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import ExpertOrigin
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import calibration_forward, moe_size, router_moments
@@ -29,7 +27,7 @@ from moetool.job.origins import expert_origins, model_names, with_experts
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Json, Sizes
-from moetool.job.stage import Stage, found_here
+from moetool.job.stage import Stage, found_here, refuse_lost
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.seeding import linear_std
 from moetool.numerics.work import Work
@@ -273,7 +271,6 @@ class AddExpert(Stage[AddExpertOptions]):
             options, std = self.options, self.options.router_std or linear_std(hidden)
             count = self._count + 1  # as one router of all experts would be drawn
             return {layer: random_router(count, hidden, std, options.seed, layer)[-1] for layer in layers}, None
-        files = {layer: job.work / f"row-{layer:05d}.safetensors" for layer in layers}
         calibrated = CalibratedJob(job, self.options, experts_at_once=self._experts_at_once)
         sweep = calibrated.sweep
         given = torch.tensor([kind in self._texts.given for kind in sweep.kinds])
@@ -281,21 +278,17 @@ class AddExpert(Stage[AddExpertOptions]):
         if is_own.all() or not is_own.any():
             raise InvalidInputError("The calibration text has no windows of the new expert's domain, or no others.")
 
-        def visit(index: int, layer: nn.Module) -> None:
+        def measure(index: int, layer: nn.Module) -> dict[str, Tensor]:
             inputs = DomainInputs(is_own, sweep.length, sweep.own.start, hidden)
             sweep.forward(index, layer, [inputs])
             router = self.source.checkpoint.read(self.source.architecture.router_name(index))
-            if job.ranks.is_first:
-                save_tensors(files[index], {"row": added_row(router, inputs.moments)})
+            return {"row": added_row(router, inputs.moments)}
 
-        calibrated.forward_visiting(visit)
-        job.meet()
-        return {layer: load_file(file)["row"] for layer, file in files.items()}, calibrated.facts
+        return {layer: own["row"] for layer, own in calibrated.measured("row", measure).items()}, calibrated.facts
 
     def verify(self, output: Path) -> Sizes:
         before, after = self.source, Source.open(output)
-        if missing := sorted(set(before.checkpoint.tensors) - set(after.checkpoint.tensors)):
-            raise VerificationError(f"The output lacks {len(missing)} tensors of the input, the first {missing[0]}.")
+        refuse_lost(before.checkpoint.tensors.keys() - after.checkpoint.tensors.keys())
         if (found := after.experts.shape.experts) != self._count + 1:
             raise VerificationError(f"The output has {found} experts in a layer, not {self._count + 1}.")
         return Sizes(before.checkpoint.weight_bytes, after.checkpoint.weight_bytes)

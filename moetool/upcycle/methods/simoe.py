@@ -94,8 +94,7 @@ class Interpolated(Customized[SimoeSpec]):
 
     @cached_property
     def _sites(self) -> set[str]:
-        shapes = {name: info.shape for name, info in self.dense.checkpoint.tensors.items()}
-        return set(self.spec.sites(self.dense.architecture, shapes))
+        return set(self.spec.sites(self.dense.architecture, self.dense.checkpoint.shapes))
 
     def _shape(self, site: str) -> Shape:
         return self.dense.checkpoint.info(f"{site}.weight").shape

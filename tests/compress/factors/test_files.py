@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,12 +24,8 @@ CPU = torch.device("cpu")
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 
 
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
 def weight(expert: int, role: Role) -> Tensor:
-    return random(*SHAPE.matrix(role), seed=10 * expert + ROLES.index(role)) / 4
+    return normal(*SHAPE.matrix(role), seed=10 * expert + ROLES.index(role)) / 4
 
 
 def activate(gate_up: Tensor) -> Tensor:
@@ -37,10 +34,10 @@ def activate(gate_up: Tensor) -> Tensor:
 
 
 def inputs(expert: int) -> Tensor:
-    return random(TOKENS, SHAPE.hidden, seed=30 + expert) @ (random(SHAPE.hidden, SHAPE.hidden, seed=40) / 3)
+    return normal(TOKENS, SHAPE.hidden, seed=30 + expert) @ (normal(SHAPE.hidden, SHAPE.hidden, seed=40) / 3)
 
 
-GRADIENTS = random(50, SHAPE.hidden, seed=50) @ random(SHAPE.hidden, SHAPE.hidden, seed=51)
+GRADIENTS = normal(50, SHAPE.hidden, seed=50) @ normal(SHAPE.hidden, SHAPE.hidden, seed=51)
 
 
 class Layer:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
@@ -20,18 +21,14 @@ NARROW = MoEShape(experts=3, top_k=1, hidden=10, intermediate=6)
 TOKENS = [400, 5, 0]
 
 
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
 class Layer:
     """Differences and inputs of three experts: one busy, one rarely used, one never."""
 
     def __init__(self, shape: MoEShape) -> None:
         self.shape = shape
-        mixing = random(shape.hidden, shape.hidden, seed=1) / shape.hidden**0.5
-        self.inputs = [random(count, shape.hidden, seed=10 + e) @ mixing for e, count in enumerate(TOKENS)]
-        self.activations = [random(count, shape.intermediate, seed=20 + e).relu() for e, count in enumerate(TOKENS)]
+        mixing = normal(shape.hidden, shape.hidden, seed=1) / shape.hidden**0.5
+        self.inputs = [normal(count, shape.hidden, seed=10 + e) @ mixing for e, count in enumerate(TOKENS)]
+        self.activations = [normal(count, shape.intermediate, seed=20 + e).relu() for e, count in enumerate(TOKENS)]
         self.grams = GramCollector(shape, lambda e: self.delta("down", e), sum(TOKENS), CPU)
         for expert, (x, h) in enumerate(zip(self.inputs, self.activations, strict=True)):
             if len(x):
@@ -39,7 +36,7 @@ class Layer:
                 self.grams.observe(expert, torch.zeros(len(x)), x, ExpertRun(nothing, h, nothing, nothing, torch.relu))
 
     def delta(self, role: Role, expert: int) -> Tensor:
-        return random(*self.shape.matrix(role), seed=100 + 10 * expert + len(role))
+        return normal(*self.shape.matrix(role), seed=100 + 10 * expert + len(role))
 
     def given(self, role: Role) -> list[Tensor]:
         """What a role's matrices are multiplied with, fp64."""

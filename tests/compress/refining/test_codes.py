@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,10 +19,6 @@ from moetool.representations.quantized_low_rank import QuantizedLowRank
 HIDDEN, WIDTH, DTYPE, EXPERT = 16, 24, torch.float32, 5
 SHAPES: dict[Role, tuple[int, int]] = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 FORMS = {"gate": Quantized(2, 8), "up": QuantizedLowRank(4, 3, 8), "down": QuantizedMatrix(3, 8)}
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run(expert: int, matrices: Mapping[Role, Tensor], inputs: Tensor) -> Tensor:

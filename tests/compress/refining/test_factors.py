@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,10 +17,6 @@ ROLES: tuple[Role, ...] = ("gate", "up", "down")
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 8, 12, 2
 
 
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
 def run(expert: int, matrices: dict[Role, Tensor], inputs: Tensor) -> Tensor:
     return F.linear(F.silu(inputs @ matrices["gate"].T) * (inputs @ matrices["up"].T), matrices["down"])
 
@@ -27,7 +24,7 @@ def run(expert: int, matrices: dict[Role, Tensor], inputs: Tensor) -> Tensor:
 def original(expert: int) -> dict[Role, Tensor]:
     sizes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
     return {
-        role: random(*size, seed=len(role)) / 3 + random(*size, seed=10 * expert + len(role) + 50) / 6
+        role: normal(*size, seed=len(role)) / 3 + normal(*size, seed=10 * expert + len(role) + 50) / 6
         for role, size in sizes.items()
     }
 
@@ -47,9 +44,9 @@ def cut() -> FactoredExperts:
 
 
 def task(tokens: int = 640) -> Refinement:
-    weights = random(tokens, EXPERTS, seed=2).softmax(1)
+    weights = normal(tokens, EXPERTS, seed=2).softmax(1)
     weights = torch.where(weights >= weights.topk(2).values[:, 1:], weights, 0.0)
-    text = RoutedText(range(EXPERTS), random(tokens, HIDDEN, seed=1).bfloat16(), weights)
+    text = RoutedText(range(EXPERTS), normal(tokens, HIDDEN, seed=1).bfloat16(), weights)
     learnt = tokens - tokens // 8
     return Refinement(run, original, text[:learnt], text[learnt:], torch.diag(torch.linspace(0.1, 2, HIDDEN)))
 

@@ -9,8 +9,9 @@ from reduced import config, kept, loaded, logits, never_chosen, weights
 from sampling import sampled
 
 from moetool.errors import UsageError
-from moetool.job.execute import plan_stage, run_stage
+from moetool.job.execute import run_stage
 from moetool.job.job import Source
+from moetool.job.planning import plan_stage
 from moetool.stages import stages
 
 DROP = stages()["drop-experts"]

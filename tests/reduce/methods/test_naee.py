@@ -10,8 +10,8 @@ from sampling import sampled
 
 from moetool.calibration.windows import load_tokenizer, sample_windows
 from moetool.errors import UsageError
-from moetool.job.execute import plan_stage
 from moetool.job.job import Source
+from moetool.job.planning import plan_stage
 from moetool.reduce.choosing import Fewer
 from moetool.reduce.subsets import subset_count, subsets
 from moetool.stages import stages

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,10 +25,6 @@ FULL = LowRank(min(D, INTERMEDIATE))
 TOKENS = 23
 
 
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.fixture
 def native() -> Any:
     """transformers' own experts, fp64."""
@@ -37,16 +34,16 @@ def native() -> Any:
     config._experts_implementation = "eager"
     experts = MixtralExperts(config).double()
     with torch.no_grad():
-        experts.gate_up_proj.copy_(random(E, 2 * INTERMEDIATE, D, seed=1) / D**0.5)
-        experts.down_proj.copy_(random(E, D, INTERMEDIATE, seed=2) / INTERMEDIATE**0.5)
+        experts.gate_up_proj.copy_(normal64(E, 2 * INTERMEDIATE, D, seed=1) / D**0.5)
+        experts.down_proj.copy_(normal64(E, D, INTERMEDIATE, seed=2) / INTERMEDIATE**0.5)
     return experts
 
 
 def batch(tokens: int = TOKENS, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, distinct experts per token, and weights that sum to 1."""
-    hidden = random(tokens, D, seed=seed)
-    index = random(tokens, E, seed=seed + 1).topk(K).indices
-    weights = random(tokens, K, seed=seed + 2).softmax(-1)
+    hidden = normal64(tokens, D, seed=seed)
+    index = normal64(tokens, E, seed=seed + 1).topk(K).indices
+    weights = normal64(tokens, K, seed=seed + 2).softmax(-1)
     return hidden, index, weights
 
 
@@ -75,7 +72,7 @@ def shared(native: Any, layout: LayerLayout, kept: Tensor | None = None) -> Shar
             delta = module.delta(expert, role)
             for offset, parameter in enumerate(delta.parameters()):
                 size = parameter.shape
-                parameter.copy_(random(*size, seed=1000 + 10 * seed + offset) * 0.7 / size[1] ** 0.5)
+                parameter.copy_(normal64(*size, seed=1000 + 10 * seed + offset) * 0.7 / size[1] ** 0.5)
             if representation == Dense():
                 delta.matrix.copy_(own(native, expert, role))
     return module
@@ -298,7 +295,7 @@ def test_pruned_channels_cost_as_little_as_their_score_says(native: Any) -> None
 @each_layout
 def test_gradients(native: Any, layout: LayerLayout) -> None:
     module = shared(native, layout, kept_of(layout))
-    towards = random(TOKENS, D, seed=9)
+    towards = normal64(TOKENS, D, seed=9)
 
     def gradients(forward: Any) -> list[Tensor]:
         hidden, index, weights = batch()
@@ -319,7 +316,7 @@ def test_gradients(native: Any, layout: LayerLayout) -> None:
 
 def test_gradients_through_dynamic_pruning(native: Any) -> None:
     module = shared(native, DYNAMIC["pruned base"], KEPT)
-    towards = random(TOKENS, D, seed=9)
+    towards = normal64(TOKENS, D, seed=9)
 
     def gradients(forward: Any) -> list[Tensor]:
         hidden, index, weights = batch()
@@ -354,8 +351,8 @@ def test_empty_batch(native: Any, layout: LayerLayout) -> None:
 @pytest.mark.parametrize("k", [1, 3, E])
 def test_any_number_of_routed_experts(native: Any, k: int) -> None:
     module = shared(native, LAYOUTS["mixed"])
-    hidden = random(TOKENS, D, seed=5)
-    weights, index = random(TOKENS, E, seed=6).sigmoid().topk(k)  # nothing says that weights sum to 1
+    hidden = normal64(TOKENS, D, seed=5)
+    weights, index = normal64(TOKENS, E, seed=6).sigmoid().topk(k)  # nothing says that weights sum to 1
     assert_equal(module(hidden, index, weights), reference(matrices(module), hidden, index, weights))
 
 
@@ -373,8 +370,8 @@ def test_every_base_is_multiplied_once_per_token(native: Any, k: int) -> None:
     """By the count of operations: 3 products with a base per token whatever k, and the factors once per pair."""
     rank = 3
     module = shared(native, layout(dict.fromkeys(ROLES, LowRank(rank))))
-    hidden = random(TOKENS, D, seed=5)
-    weights, index = random(TOKENS, E, seed=6).softmax(-1).topk(k)
+    hidden = normal64(TOKENS, D, seed=5)
+    weights, index = normal64(TOKENS, E, seed=6).softmax(-1).topk(k)
     with FlopCounterMode(display=False) as counter:
         module(hidden, index, weights)
     bases = TOKENS * 3 * D * INTERMEDIATE

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,10 +35,6 @@ FORMS = {
 }
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def built(
     kind: tuple[tuple[Role, ...], tuple[Role, ...]],
     form: Any,
@@ -57,7 +54,7 @@ def built(
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             if parameter.is_floating_point():
-                parameter.copy_(draw(*parameter.shape, seed=seed) / 3)
+                parameter.copy_(normal64(*parameter.shape, seed=seed) / 3)
         if channels < WIDTH:
             module.base_channels.copy_(torch.arange(channels) + 2)  # type: ignore[operator]
     return module
@@ -81,8 +78,8 @@ def test_token_by_token(kind: Any, form: str, options: dict[str, Any]) -> None:
     if options.get("native") == "entering":
         options = {"native": kind[0][:-1]}
     module = built(kind, FORMS[form], **options)
-    hidden, weights = draw(11, HIDDEN, seed=50), draw(11, K, seed=51).softmax(-1)
-    chosen = draw(11, E, seed=52).topk(K).indices
+    hidden, weights = normal64(11, HIDDEN, seed=50), normal64(11, K, seed=51).softmax(-1)
+    chosen = normal64(11, E, seed=52).topk(K).indices
     found = module(hidden, chosen, weights)
     for token in range(11):
         rows = [
@@ -99,8 +96,8 @@ def test_gradients_are_those_of_dense_experts(kind: Any) -> None:
     """Of the biases, and of the base as the sum over experts."""
     module = built(kind, FORMS["low-rank"]).train()
     dense: Any = dense_experts(module).double().train()
-    hidden, weights = draw(11, HIDDEN, seed=50), draw(11, K, seed=51).softmax(-1)
-    chosen = draw(11, E, seed=52).topk(K).indices
+    hidden, weights = normal64(11, HIDDEN, seed=50), normal64(11, K, seed=51).softmax(-1)
+    chosen = normal64(11, E, seed=52).topk(K).indices
     for run in (module, dense):
         run(hidden, chosen, weights).square().sum().backward()
     first = "gate_up_proj" if "gate" in kind[0] else "up_proj"
@@ -124,7 +121,7 @@ def test_a_shared_expert_on_the_base_has_its_own_biases(kind: Any) -> None:
     shared = SharedExpertOnBase(module, native, names)
     assert {name for name, _ in shared.named_parameters()} == {f"my_{role}.bias" for role in biases}
     own: dict[Role, Tensor] = {role: native.get_parameter(f"my_{role}.bias") for role in biases}
-    row = draw(1, HIDDEN, seed=60)
+    row = normal64(1, HIDDEN, seed=60)
     torch.testing.assert_close(shared(row)[0], expected(module, E, row[0], own), rtol=1e-6, atol=1e-6)
 
 
@@ -132,7 +129,7 @@ def test_a_shared_expert_on_the_base_keeps_its_dropout() -> None:
     module = built(KINDS[0], FORMS["low-rank"], extended=True)
     native = nn.Module()
     native.residual_dropout = 0.5  # type: ignore[assignment]
-    shared, rows = SharedExpertOnBase(module, native, {}), draw(200, HIDDEN, seed=60)
+    shared, rows = SharedExpertOnBase(module, native, {}), normal64(200, HIDDEN, seed=60)
     dropped = shared.train()(rows) == 0
     assert 0.45 < dropped.double().mean() < 0.55
     assert not (shared.eval()(rows) == 0).any()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +21,6 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 E, K, HIDDEN, INTERMEDIATE, TOKENS = 6, 2, 24, 40, 50
 SHAPE = MoEShape(experts=E, top_k=K, hidden=HIDDEN, intermediate=INTERMEDIATE)
 FORMS = ["rare", "sparse", "largest", "low-rank"]
-
-
-def random(*size: int, seed: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def form(name: str, seed: int) -> Representation:
@@ -43,17 +40,17 @@ def experts(name: str, dtype: torch.dtype = torch.float64) -> SharedBaseExperts:
     module = SharedBaseExperts(MixtralExperts(config).double(), LayerLayout(SHAPE, forms, INTERMEDIATE))
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
-            parameter.copy_(random(*parameter.shape, seed=seed) / parameter.shape[-1] ** 0.5)
+            parameter.copy_(normal64(*parameter.shape, seed=seed) / parameter.shape[-1] ** 0.5)
         for expert, role, representation in module.layout.deltas():
             if isinstance(representation, MagnitudeSparse):
-                matrix = random(*SHAPE.matrix(role), seed=100 * expert + len(role))
+                matrix = normal64(*SHAPE.matrix(role), seed=100 * expert + len(role))
                 module.delta(expert, role).load_state_dict(representation.encode(matrix, torch.float64))
     return module.to(dtype)
 
 
 def batch(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
-    weights, index = random(tokens, E, seed=6).softmax(-1).topk(K)
-    return random(tokens, HIDDEN, seed=5), index, weights
+    weights, index = normal64(tokens, E, seed=6).softmax(-1).topk(K)
+    return normal64(tokens, HIDDEN, seed=5), index, weights
 
 
 def materialised(module: SharedBaseExperts) -> list[dict[str, Tensor]]:
@@ -85,7 +82,7 @@ def run_materialised(matrices: list[dict[str, Tensor]], hidden: Tensor, index: T
 
 
 def backward(output: Tensor) -> None:
-    (output.double() * random(*output.shape, seed=9)).sum().backward()
+    (output.double() * normal64(*output.shape, seed=9)).sum().backward()
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

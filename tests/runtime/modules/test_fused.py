@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dense_families import build_dense
+from draws import normal64
 from torch import Tensor, nn
 from torch.nn import functional as F
 from upcycled import fill_expert
@@ -21,14 +22,10 @@ EXPERTS, TOP_K, HIDDEN = 5, 2, 32
 FAMILIES = ["llama", "llama-mlp-bias", "phi3", "gemma2", "gpt_neox", "gpt_bigcode", "starcoder2", "falcon", "phi"]
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def routing(tokens: int) -> tuple[Tensor, Tensor]:
     draws = [torch.Generator().manual_seed(i) for i in range(tokens)]
     chosen = torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOP_K] for draw in draws])
-    return chosen, normal(tokens, TOP_K, seed=3)
+    return chosen, normal64(tokens, TOP_K, seed=3)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -42,8 +39,8 @@ def test_token_by_token(gated: bool, biased: bool) -> None:
     assert {name for name, _ in experts.named_parameters()} == names
     with torch.no_grad():
         for seed, parameter in enumerate(experts.parameters()):
-            parameter.copy_(normal(*parameter.shape, seed=seed))
-    rows, (chosen, weights) = normal(7, 6, seed=9), routing(7)
+            parameter.copy_(normal64(*parameter.shape, seed=seed))
+    rows, (chosen, weights) = normal64(7, 6, seed=9), routing(7)
     found = experts(rows, chosen, weights)
     bias = {name: getattr(experts, f"{name}_bias", torch.zeros(EXPERTS, 1)) for name in (first, "down_proj")}
     for row, own, shares, result in zip(rows, chosen.tolist(), weights, found, strict=True):
@@ -69,7 +66,7 @@ def networks(family: str) -> tuple[FusedExperts, list[nn.Module], DenseArchitect
     for index, network in enumerate(apart):
         with torch.no_grad():
             for seed, parameter in enumerate(network.parameters()):
-                parameter.copy_(normal(*parameter.shape, seed=100 * index + seed) / 5)
+                parameter.copy_(normal64(*parameter.shape, seed=100 * index + seed) / 5)
         fill_expert(experts, index, network, architecture)
     return experts, apart, architecture
 
@@ -84,7 +81,7 @@ def test_they_are_networks_of_the_family(family: str) -> None:
         return weighted_sum(lambda expert, rows: apart[expert](rows), hidden, chosen, weights)
 
     for run in (experts, separate):
-        rows, (chosen, weights) = normal(9, HIDDEN, seed=4).requires_grad_(), routing(9)
+        rows, (chosen, weights) = normal64(9, HIDDEN, seed=4).requires_grad_(), routing(9)
         weights.requires_grad_()
         output = run(rows, chosen, weights)
         output.square().sum().backward()
@@ -95,7 +92,7 @@ def test_they_are_networks_of_the_family(family: str) -> None:
 def test_experts_without_tokens_have_no_gradient() -> None:
     experts, _, _ = networks("gpt_neox")
     chosen, weights = torch.tensor([[3, 1]]), torch.tensor([[0.6, 0.4]]).double()
-    experts(normal(1, HIDDEN, seed=4), chosen, weights).sum().backward()
+    experts(normal64(1, HIDDEN, seed=4), chosen, weights).sum().backward()
     for name, parameter in experts.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.flatten(1).abs().sum(1).nonzero().flatten().tolist() == [1, 3], name

@@ -12,7 +12,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbed
 from moetool.kernels.products import problem
 from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
 from moetool.runtime.modules import quantized
-from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, dense_modules
+from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear
+from moetool.runtime.modules.quantized_in_model import dense_modules
 
 
 def stored(rows: int = 24, columns: int = 32, dtype: torch.dtype = torch.float32, seed: int = 0) -> QuantizedWeight:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moetool.cli.commands.stage import _size
+from moetool.cli.jobs import _size
 from moetool.job.result import Sizes
 
 
