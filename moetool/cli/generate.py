@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
-from moetool.cli.command import HintingCommand, command_of, quoted_choices
+from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -186,7 +186,7 @@ def _takes_bool(field: FieldInfo) -> bool:
 
 
 def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    message = of_a_value(problem["msg"].removeprefix("Value error, "))
     if not problem["loc"]:
         return str(message)
     name = str(problem["loc"][0])
