@@ -131,7 +131,9 @@ class DenseBase(GivenBase):
         try:
             self._dense = DenseModel(Checkpoint.open(source))
         except InvalidInputError as error:
-            raise InvalidInputError(f"--base takes the dense model that the experts were made from. {error}") from error
+            raise InvalidInputError(
+                f"--base takes what fisher-merge wrote, or the dense model that the experts were made from. {error}"
+            ) from error
         dense, shape = self._dense, experts.shape
         found = (dense.layers, dense.hidden, dense.intermediate, dense.architecture.roles)
         needed = (

@@ -36,32 +36,33 @@ def typed_choice(command: str, arguments: Sequence[str]) -> str | None:
 
 
 def chosen(command: str, arguments: Sequence[str], known: Collection[str]) -> str:
-    """The stage that a command line asks for: by the option, by its preset, or the default.
+    """The stage that a command line asks for: by the option, by its preset, or the default. It decides which other
+    options there are.
 
     Raises:
         typer.Exit: it is none of those that are known, which was said.
     """
     choice, default = CHOICES[command]
-    if (typed := typed_choice(command, arguments)) is None:
-        return _preset_method(arguments, known, default)
-    if typed not in known:
-        hint = did_you_mean(typed, known)
-        print(f"error: --{choice} {typed}: there is {', '.join(known)}.{hint}", file=sys.stderr)
+    typed = typed_choice(command, arguments)
+    asked = typed or _preset_method(command, arguments) or default
+    if asked not in known:
+        where = "" if typed else "In the preset: "
+        hint = did_you_mean(asked, known)
+        print(f"error: {where}--{choice} {asked}: there is {', '.join(known)}.{hint}", file=sys.stderr)
         raise typer.Exit(UsageError.exit_code)
-    return typed
+    return asked
 
 
-def _preset_method(arguments: Sequence[str], known: Collection[str], default: str) -> str:
-    """The method of the preset, or the default; it decides which other options there are."""
+def _preset_method(command: str, arguments: Sequence[str]) -> str | None:
+    """The method of the preset, if there is one for this command that names it."""
     if (preset := _value(arguments, "--preset")) is None:
-        return default
+        return None
     from moetool.cli.presets import preset_method
 
     try:
-        said = preset_method(preset)
+        return preset_method(preset, command)
     except MoetoolError:
-        said = None  # the command itself says what is wrong with the preset
-    return said if said is not None and said in known else default
+        return None  # the command itself says what is wrong with the preset
 
 
 def _value(arguments: Sequence[str], option: str) -> str | None:

@@ -106,12 +106,19 @@ class HintingCommand(TyperCommand):
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
                 error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))
+            elif hasattr(error, "message"):
+                error.message = of_a_value(error.message)
             raise
 
 
 def _place(names: Sequence[str], main: Sequence[str]) -> int:
     """Position of an option among the main ones; their number if it is not one of them."""
     return next((main.index(name) for name in names if name in main), len(main))
+
+
+def of_a_value(message: str) -> str:
+    """Pydantic's words for a value that does not fit, without its "Input": that is an argument of most commands."""
+    return message.replace("Input should", "it should")
 
 
 def quoted_choices(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
-from moetool.cli.command import HintingCommand, command_of, quoted_choices
+from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -164,14 +164,21 @@ def build_options(
     alternatives = getattr(model, "alternatives", ())
     replaced = set(alternatives) if any(name in said for name in alternatives) else set()
     given = {name: value for name, value in (preset or {}).items() if name not in replaced} | said
+
+    def place(name: str | int = "") -> str:
+        """Where an option stands, to begin a message with: nothing for what was typed."""
+        return "In the preset: " if name in given and name not in said else ""
+
     for name, value in given.items():
         if isinstance(value, bool) and name in model.model_fields and not _takes_bool(model.model_fields[name]):
             # pydantic would take it for 1 or 0
-            raise UsageError(f"--{name.replace('_', '-')} {str(value).lower()}: it takes a value, not true or false")
+            flag = f"{place(name)}--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {str(value).lower()}: it takes a value, not true or false")
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise UsageError("; ".join(_explain(model, problem) for problem in error.errors())) from error
+        told = (place(*problem["loc"][:1]) + _explain(model, problem) for problem in error.errors())
+        raise UsageError("; ".join(told)) from error
 
 
 def _takes_bool(field: FieldInfo) -> bool:
@@ -179,7 +186,7 @@ def _takes_bool(field: FieldInfo) -> bool:
 
 
 def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
+    message = of_a_value(problem["msg"].removeprefix("Value error, "))
     if not problem["loc"]:
         return str(message)
     name = str(problem["loc"][0])
@@ -196,6 +203,7 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
         field = model.model_fields.get(name)
         meaning = re.sub(r" \[required.*\]$", "", (field and field.description) or "")
         return f"{flag} is required: {meaning}" if meaning else f"{flag} is required."
-    said = problem["input"]
+    if (said := problem["input"]) is None:
+        return f"{flag} has no value."
     typed = ",".join(said) if isinstance(said, list) and all(isinstance(one, str) for one in said) else said
     return f"{flag} {typed if isinstance(typed, str) else repr(typed)}: {message}"

@@ -79,10 +79,11 @@ def _is_options(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-def preset_method(preset: str | None) -> str | None:
-    """The method that a preset is for, if it says so. Raises as `preset_options` does for what cannot be read."""
-    content = None if preset is None else _load(preset)[2]
-    method = content.get("method") if isinstance(content, dict) else None
+def preset_method(preset: str, command: str) -> str | None:
+    """The method of a command that a preset is for, if it says so. Raises as `preset_options` does for what cannot be
+    read."""
+    content = _load(preset)[2]
+    method = content.get("method") if isinstance(content, dict) and content.get("command") == command else None
     return method if isinstance(method, str) else None
 
 
@@ -93,5 +94,7 @@ def _load(preset: str) -> tuple[str, str, Any]:
     path = Path(file)
     if path.suffix not in (".yaml", ".yml") and not path.exists():
         hint = did_you_mean(preset, presets()) or f" There are {', '.join(presets())}."
-        raise UsageError(f"No preset '{preset}' (`moetool list presets` shows all), and no file FILE.yaml.{hint}")
+        raise UsageError(
+            f"No preset is called '{preset}' (`moetool list presets` shows all); a file's name ends in .yaml.{hint}"
+        )
     return file, variant, read_yaml(path, "the preset")

@@ -8,11 +8,13 @@ from moetool.calibration.data import check_data
 from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.names import check_has_tokenizer
 from moetool.checkpoint.source import local_path
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import InvalidInputError, ResourceError, UsageError
 from moetool.job.plan import fingerprint
 from moetool.job.stage import AnyStage
 from moetool.job.workspace import check_place
 from moetool.runtime.building import check_sizes
+
+_RESULT_BYTES = 1 << 20  # the most that a page, a table or a picture takes
 
 
 def check_job(stage: AnyStage, directory: Path) -> None:
@@ -33,8 +35,7 @@ def check_job(stage: AnyStage, directory: Path) -> None:
     for data in texts:
         check_data(data, own=data == getattr(stage.options, "calibration", None))
     there = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.is_dir())
-    with storage_errors(directory), tempfile.TemporaryFile(dir=there):
-        pass
+    _try_to_write(directory, there)
     if stage.writes_model:
         check_sizes(stage.source.checkpoint)
 
@@ -69,6 +70,32 @@ def output_directory(name: str | Path) -> Path:
     if any(len(os.fsencode(part)) > longest for part in path.parts):
         raise UsageError(f"A name in {path} is longer than the {longest} bytes that the file system takes.")
     return path
+
+
+def output_file(name: str | Path) -> Path:
+    """The file to write a result to, such as a page, a table or a picture, in a folder that has room for it.
+
+    Raises:
+        UsageError: it is a folder, or lies in none.
+        ResourceError: nothing can be written there.
+    """
+    file = output_directory(name)
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
+        what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise UsageError(f"{file}: {what}.")
+    if file.is_file() and not os.access(file, os.W_OK):
+        raise ResourceError(f"Cannot write {file}: it is there, and may not be changed.")
+    if file.is_file() or not file.exists():  # else it is a pipe or a device, such as /dev/stdout
+        _try_to_write(file, folder, _RESULT_BYTES)
+    return file
+
+
+def _try_to_write(path: Path, folder: Path, nbytes: int = 0) -> None:
+    """Write and delete a file of so many bytes in `folder`. Raises `ResourceError`, which names `path`."""
+    with storage_errors(path), tempfile.TemporaryFile(dir=folder) as tried:
+        tried.write(bytes(nbytes))
+        tried.flush()
 
 
 def _refuse_self(source: Path, output: Path, what: str) -> None:

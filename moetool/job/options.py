@@ -52,9 +52,13 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _one_alternative(self) -> Self:
-        if self.alternatives and sum(getattr(self, name) is not None for name in self.alternatives) != 1:
-            *first, last = (f"--{name.replace('_', '-')}" for name in self.alternatives)
-            raise ValueError(f"give {', '.join(first)} or {last}, one of them")
+        flags = {name: f"--{name.replace('_', '-')}" for name in self.alternatives}
+        given = [flag for name, flag in flags.items() if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them.")
+        if flags and not given:
+            *first, last = flags.values()
+            raise ValueError(f"Give one of {', '.join(first)} or {last}.")
         return self
 
 

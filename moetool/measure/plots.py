@@ -1,14 +1,15 @@
 """Charts of measurements, drawn by matplotlib (`pip install moetool[plots]`)."""
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.source import local_path
 from moetool.errors import UsageError
+from moetool.job.checks import output_file
 from moetool.measure.inspected import Analysis
 from moetool.measure.results import Clustering, RoutingResult
 
@@ -24,7 +25,8 @@ def check_picture(path: Path) -> None:
     """Check that a chart can be written to a path, before anything is measured for it.
 
     Raises:
-        UsageError: matplotlib is missing, the suffix is not known, or the file cannot be written.
+        UsageError: matplotlib is missing, the suffix is not known, or there is no such folder.
+        ResourceError: nothing can be written there.
     """
     try:
         import matplotlib as _  # noqa: F401
@@ -32,25 +34,22 @@ def check_picture(path: Path) -> None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib.") from error
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot {path}: a picture's name ends in {', '.join(SUFFIXES)}.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise UsageError(f"--plot {path}: {what}.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--plot {path}: it may not be written.")
+    output_file(path)
 
 
 def pictured(plot: Path | None, make: Callable[[], DrawnT], draw: Callable[[DrawnT, Path], None]) -> DrawnT:
     """Return the result of `make`, and draw it into the file `plot` if one is given.
 
     Raises:
-        UsageError: the picture could not be written; raised before `make` is called.
+        UsageError, ResourceError: the picture could not be written; raised before `make` is called.
     """
     if plot is None:
         return make()
     plot = local_path(plot)
     check_picture(plot)
     result = make()
-    draw(result, plot)
+    with storage_errors(plot):
+        draw(result, plot)
     return result
 
 

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.source import model_name
 from moetool.errors import UsageError
-from moetool.job.checks import output_directory
+from moetool.job.checks import output_file
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.inspected import Masks
 from moetool.report import pictures
@@ -113,15 +113,12 @@ def page_file(model: str, output: Path | None) -> Path:
     """Path of the page: `output`, or by default a file in this directory under the model's name.
 
     Raises:
-        UsageError: no page can be written there.
+        UsageError, ResourceError: no page can be written there.
     """
-    file = Path(f"{model_name(model)}.html") if output is None else output_directory(output)
+    file = Path(f"{model_name(model)}.html") if output is None else output
     if file.suffix not in (".html", ".htm"):
         raise UsageError(f"{file}: a report's name ends in .html.")
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        what = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise UsageError(f"{file}: {what}.")
-    return file
+    return output_file(file)
 
 
 def write_page(report: Report, file: Path, progress: Progress = SILENT) -> None:

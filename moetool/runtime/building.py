@@ -121,19 +121,24 @@ def _layer_of(name: str) -> str:
     return found[0] if found else name
 
 
+def _part_of(name: str) -> str:
+    """The layer that a tensor is in, or outside of layers its module."""
+    layer = _layer_of(name)
+    return name.rpartition(".")[0] if layer == name else layer
+
+
 def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: Collection[str]) -> list[str]:
-    """Names in the files that `config.json` does not promise, of modules that it promises others of, such as a bias, in
-    layers of which all that it promises is there: they can be no other names of that. Left out is what transformers
-    passes over, such as buffers of its older versions; what is beside the modules is carried along, unused."""
+    """Names in the files that `config.json` does not promise, in parts (`_part_of`) of which all that it promises is
+    there: they can be no other names of that. Left out is what transformers passes over, such as buffers of its older
+    versions; what is beside the modules is carried along, unused."""
     from moetool.runtime.loading import surplus
 
     held = checkpoint.tensors
-    whole = {_layer_of(name) for name in promised} - {_layer_of(name) for name in promised if name not in held}
-    passed = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    modules = {name.rpartition(".")[0] for name in promised}
-    more = [name for name in held if name not in promised and name.rpartition(".")[0] in modules]
-    more = [name for name in more if name not in tied and _layer_of(name) in whole]
+    parts = {_part_of(name) for name in (*promised, *tied)}
+    whole = parts - {_part_of(name) for name in promised if name not in held}
+    passed = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
+    more = [name for name in held if name not in promised and name not in tied and _part_of(name) in whole]
     return surplus([name for name in more if not passed.search(name)], checkpoint.settings)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -154,7 +154,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         _refuse_experts(checkpoint)
         raise InvalidInputError(f"transformers cannot load {checkpoint.source}: {in_one_line(error, 300)}") from error
-    refuse_loaded(checkpoint, told)
+    refuse_loaded(checkpoint, model, told)
     _forget_aliases(model, renamed)
     run_experts_of_any_width(model)
     attend_by_kernels(model)
@@ -205,6 +205,20 @@ def surplus(names: Sequence[str], config: Settings) -> list[str]:
     return sorted(name for name in names if not is_known(name))
 
 
+def beside_modules(names: Iterable[str], model: "PreTrainedModel") -> set[str]:
+    """Those names of tensors that belong to no module of a model, such as a head for another task: of their path it has
+    nothing but the whole model. They are carried along, unused."""
+    base, modules = model.base_model_prefix, {path for path, _ in model.named_modules()}
+
+    def is_beside(name: str) -> bool:
+        known = name.rpartition(".")[0]
+        while known not in modules:
+            known = known.rpartition(".")[0]
+        return known in ("", base)
+
+    return {name for name in names if is_beside(name) and is_beside(f"{base}.{name}")}
+
+
 def run_experts_of_any_width(model: "PreTrainedModel") -> None:
     """Let a model's experts run in moetool's way, which takes any shape, if torch's grouped products cannot."""
     from moetool.runtime.modules.dense_experts import MOETOOL_EXPERTS, fits_grouped_products
@@ -214,13 +228,14 @@ def run_experts_of_any_width(model: "PreTrainedModel") -> None:
         model.set_experts_implementation(MOETOOL_EXPERTS)
 
 
-def refuse_loaded(checkpoint: Checkpoint, told: Mapping[str, Any]) -> None:
+def refuse_loaded(checkpoint: Checkpoint, model: "PreTrainedModel", told: Mapping[str, Any]) -> None:
     """Raise an error for missing, surplus or misshapen tensors, of which transformers only warns when it loads a
     model."""
+    unexpected = set(told["unexpected_keys"])
     wrong = {
         "missing from the files": sorted(told["missing_keys"]),
         "in the files, but not in the model that config.json describes": surplus(
-            list(told["unexpected_keys"]), checkpoint.settings
+            list(unexpected - beside_modules(unexpected, model)), checkpoint.settings
         ),
         "of another shape than config.json promises": [
             f"{name} {list(found)} instead of {list(promised)}"

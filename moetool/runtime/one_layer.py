@@ -54,5 +54,5 @@ def load_layer(
             model.hf_quantizer = quantizer
             quantizer.postprocess_model(model)
     told.unexpected_keys -= set(passed)
-    refuse_loaded(checkpoint, told.to_dict())
+    refuse_loaded(checkpoint, model, told.to_dict())
     return model.eval()

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,19 @@ class Server:
             raise
         self._server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
 
-    def run(self) -> None:
-        """Answer requests until the process is told to stop (SIGINT, SIGTERM), or `stop` is called elsewhere."""
+    def run(self, begun: Callable[[], None] = lambda: None) -> None:
+        """Answer requests until the process is told to stop (SIGINT, SIGTERM), or `stop` is called elsewhere.
+
+        Args:
+            begun: called once requests are answered, and signals end `run` in order.
+        """
+        startup = self._server.startup
+
+        async def announced(sockets: list[socket.socket]) -> None:
+            await startup(sockets)
+            begun()
+
+        self._server.startup = announced
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:

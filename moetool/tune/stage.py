@@ -303,7 +303,7 @@ class Tune(Stage[TuneOptions, AnySource]):
     def _write(self, job: Job[AnySource], model: "PreTrainedModel") -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        from moetool.runtime.loading import surplus
+        from moetool.runtime.loading import beside_modules, surplus
 
         source, config = self.source.checkpoint, self._finish(model)
         state = model.to("cpu").state_dict()
@@ -314,7 +314,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         specs = []
         # What transformers has no place for, such as a layer that predicts further tokens, stays as it is.
         unused = source.tensors.keys() - tensors.keys()
-        for name in unused - {*surplus([*unused], source.settings)}:
+        for name in unused - {*surplus([*unused], source.settings)} | beside_modules(unused, model):
             specs.append(TensorSpec(name, source.tensors[name].dtype, source.tensors[name].shape))
         for name, tensor in tensors.items():
             stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype

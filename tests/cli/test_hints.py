@@ -56,6 +56,15 @@ def test_a_name_that_is_nearly_right(run_cli, arguments, hint):
     assert hint in result.stderr
 
 
+@pytest.mark.parametrize("value", ["many", "0"])
+def test_a_value_that_does_not_fit_is_not_called_input(run_cli, value):
+    """INPUT is the checkpoint."""
+    result = run_cli("compress", "a", "b", "--ratio", 0.4, "--samples", value)
+    assert result.code == 2
+    assert "valid integer" in result.stderr or "it should be greater than or equal to 1" in result.stderr
+    assert "Input" not in result.stderr
+
+
 def test_a_column_that_is_nearly_right(run_cli, tiny_mixtral, tmp_path):
     table = tmp_path / "text.jsonl"
     table.write_text('{"Body": "words of a text"}\n')

@@ -211,7 +211,7 @@ def test_a_method_with_other_options_has_a_row_of_its_own(compare):
         ("d2moe", ("--option", "hybrid:base_bits=3"), "--methods has d2moe"),
         ("hybrid", ("--ratios", 0.5, "--option", "hybrid:base_bit=3"), "Did you mean base_bits?"),
         ("hybrid", ("--option", "hybrid:base_bits"), "NAME:OPTION=VALUE"),
-        ("hybrid", (), "give --ratio or --size, one of them"),
+        ("hybrid", (), "Give one of --ratio or --size."),
         ("", (), "Nothing to compare"),
     ],
 )

@@ -299,7 +299,7 @@ def test_an_increase_that_nothing_holds(
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        ((), 2, "give --ratio, --size, --max-increase or --plan, one of them"),
+        ((), 2, "Give one of --ratio, --size, --max-increase or --plan."),
         (("--ratio", 0.5, "--max-increase", "2%"), 2, "one of them"),
         (("--max-increase", "0%"), 2, "greater than 0"),
         (("--max-increase=-2%",), 2, "greater than 0"),
@@ -307,7 +307,7 @@ def test_an_increase_that_nothing_holds(
         (("--max-increase", "little"), 2, "write it like 2% or 0.02"),
         (("--max-increase", "2%", "--held-out", 1), 2, "--held-out"),
         (("--max-increase", "2%", "--held-out", 100_000), 2, "and 100000 are to be held out"),
-        (("--ratio", 0.5, "--size", "1MB"), 2, "give --ratio, --size, --max-increase or --plan, one of them"),
+        (("--ratio", 0.5, "--size", "1MB"), 2, "--ratio and --size exclude each other: give one of them."),
         (("--plan", "PLAN", "--save-plan", "x.yaml"), 2, "with --plan nothing is"),
         (("--size", "1kB"), 2, "--size 1.0 kB is not possible here: the weight files take"),
         (("--ratio", 0.99), 2, "--ratio 0.99 is not possible here: the weight files take"),

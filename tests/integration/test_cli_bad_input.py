@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WEIGHTS, change_config, change_tensors, contents, copy_of
+from safetensors.torch import load_file
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
@@ -152,10 +153,14 @@ def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path
         assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
 
 
+NO_PLACE = ("layers.1.self_attn.q_proj.bias", "layers.1.self_attn.q_norm.weight", "norm.bias", "lm_head.bias")
+
+
+@pytest.mark.parametrize("name", NO_PLACE)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_tensor_that_the_model_has_no_place_for(refused, run_cli, dense, tiny_mixtral, tmp_path, family):
+def test_a_tensor_that_the_model_has_no_place_for(refused, run_cli, dense, tiny_mixtral, tmp_path, family, name):
     """transformers would pass over it, and compute something else. It does so rightly with buffers of old files."""
-    layer, name = "model.layers.1.self_attn", "model.layers.1.self_attn.q_proj.bias"
+    layer, name = "model.layers.1.self_attn", name if "lm_head" in name else f"model.{name}"
     source = copy_of(dense("llama") if family == "llama" else tiny_mixtral, tmp_path / "with")
     change_tensors(source, lambda tensors: tensors.update({f"{layer}.rotary_emb.inv_freq": torch.ones(4)}))
     exports = ["export", source, tmp_path / "out", "--format", "gguf", "--dry-run"]
@@ -165,6 +170,25 @@ def test_a_tensor_that_the_model_has_no_place_for(refused, run_cli, dense, tiny_
     change_tensors(source, lambda tensors: tensors.update({name: torch.zeros(4)}))
     for words in commands:
         assert f"a tensor {name}, and the model of its config.json has no place for it" in refused(3, *words), words
+
+
+def test_a_tensor_beside_the_model_is_carried_along(run_cli, tiny_mixtral, calibration, tmp_path, monkeypatch):
+    """As transformers passes over it: what makes a model and what runs it take it alike."""
+    monkeypatch.chdir(tmp_path)
+    beside = {"value_head.score.weight": torch.ones(4), "model.scale": torch.ones(1)}
+    change_tensors(copy_of(tiny_mixtral, tmp_path / "model"), lambda tensors: tensors.update(beside))
+    text = ("--sequence-length", 32, "--data", calibration[1])
+    for words in (
+        ("verify", "model"),
+        ("compress", "model", "small", "--method", "d2moe", "--ratio", 0.3, *calibration),
+        ("eval", "small", "--windows", 1, "--against", "model", *text),
+        ("tune", "model", "tuned", "--steps", 1, *text),
+    ):
+        result = run_cli(*words)
+        assert result.code == 0, result.stderr
+    for made in ("small", "tuned"):
+        kept = load_file(tmp_path / made / WEIGHTS)
+        assert all(kept[name].equal(tensor) for name, tensor in beside.items()), made
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])

@@ -58,3 +58,27 @@ def test_no_room(run_cli: Any, dense: Any, tiny_mixtral: Path, tiny_text: Path, 
     again = run_cli(command, source, output, *options, "--resume")
     assert again.code == 0, again.stderr
     assert contents(output) == contents(tmp_path / "quiet")
+
+
+RESULTS: dict[str, tuple[Any, ...]] = {
+    "page": ("report", "MODEL", "{}.html", "--data", "missing.txt"),
+    "results": ("eval", "MODEL", "--data", "missing.txt", "--output", "{}.json"),
+    "table": ("compare", "MODEL", "--methods", "d2moe", "--ratios", 0.4, "--data", "missing.txt", "--output", "{}.md"),
+    "picture": ("routing", "MODEL", "--data", "missing.txt", "--plot", "{}.svg"),
+}
+
+
+@pytest.mark.parametrize("folder", ["full", "read-only"])
+@pytest.mark.parametrize("kind", RESULTS)
+def test_no_room_for_a_result_is_found_before_the_work(
+    run_cli: Any, tiny_mixtral: Path, tmp_path: Path, kind: str, folder: str
+) -> None:
+    if kind == "picture":
+        pytest.importorskip("matplotlib")
+    place = tmp_path if folder == "full" else Path("/proc/1")  # where root may not write either
+    words = [str(tiny_mixtral) if word == "MODEL" else str(word).format(place / "result") for word in RESULTS[kind]]
+    with files_of_at_most(10_000) if folder == "full" else contextlib.nullcontext():
+        result = run_cli(*words)
+    assert result.code == 4, result.stderr
+    assert result.stderr.startswith(f"error: Cannot write {place / 'result'}"), result.stderr
+    assert not list(tmp_path.iterdir())

@@ -87,7 +87,7 @@ def test_two_processes_write_the_same(crash: Any, tiny_mixtral: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [((), "give --ratio, --size or --rank"), (("--ratio", 0.99), "is not possible here")]
+    ("options", "says"), [((), "Give one of --ratio, --size or --rank."), (("--ratio", 0.99), "is not possible here")]
 )
 def test_what_cannot_be(run_cli: Any, tiny_mixtral: Path, tmp_path: Path, options: Any, says: str) -> None:
     refused = run_cli("compress", tiny_mixtral, tmp_path / "out", "--method", "plain-svd", *options)

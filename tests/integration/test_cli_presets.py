@@ -95,6 +95,27 @@ def test_a_preset_of_no_command_is_told_what_it_lacks(run_cli, tiny_mixtral, tmp
         assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{command: compress, method: hybird, options: {}}", "In the preset: --method hybird: there is auto"),
+        ("{command: upcycle, method: vanilla, options: {}}", "own.yaml is a preset for `moetool upcycle`"),
+        ("{command: compress, options: {ration: 0.3}}", "In the preset: no such option 'ration'"),
+        ("{command: compress, options: {ratio: many}}", "In the preset: --ratio many: write a share"),
+        ("{command: compress, options: {ratio: 0.3, samples: yes}}", "In the preset: --samples true: it takes a value"),
+        ("{command: compress, options: {ratio: 0.3, samples: }}", "In the preset: --samples has no value."),
+        ("{command: compress, options: {ratio: 0.3, size: 1MB}}", "--ratio and --size exclude each other"),
+    ],
+)
+def test_what_is_wrong_in_a_preset_is_told_to_be_in_it(run_cli, tiny_mixtral, tmp_path, text, said):
+    (tmp_path / "own.yaml").write_text(text)
+    result = run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", tmp_path / "own.yaml")
+    assert result.code in (2, 3)
+    assert said in result.stderr
+    typed = run_cli("compress", tiny_mixtral, tmp_path / "out", "--ratio", 7, "--preset", tmp_path / "own.yaml")
+    assert "In the preset: --ratio" not in typed.stderr
+
+
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_packaged_presets_are_valid(run_cli, tiny_mixtral, save_model, tiny_text, tmp_path, path):
     """Every variant of every preset names options that exist, with values they can have."""

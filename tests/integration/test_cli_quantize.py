@@ -173,8 +173,8 @@ def test_killed_runs_resume_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ((), "give --bits, --ratio or --size, one of them"),
-        (("--bits", 4, "--ratio", 0.5), "give --bits, --ratio or --size, one of them"),
+        ((), "Give one of --bits, --ratio or --size."),
+        (("--bits", 4, "--ratio", 0.5), "--bits and --ratio exclude each other"),
         (("--bits", "nf4", "--rotate"), "knows no rotation"),
         (("--bits", "nf4", "--rounding", "error-feedback"), "use --bits 4 or 8"),
         (("--ratio", 0.5, "--rounding", "nearest", "--calibration", "x.txt"), "take --rounding out"),

@@ -282,7 +282,7 @@ def test_stages_are_repeatable(run_cli, base, decomposed, calibration, tiny_mixt
             ["in moetool's format already", "--format dense-experts"],
         ),
         ("svd-compress", "base", ("--ratio", 0.3), 3, ["base that fisher-merge made"]),
-        ("fisher-merge", "small", (), 2, ["is compressed already"]),
+        ("fisher-merge", "small", (), 2, ["is compressed already: fisher-merge and decompose start from"]),
     ],
 )
 def test_stages_in_the_wrong_order(request, run_cli, calibration, tmp_path, command, source, options, code, words):
@@ -308,7 +308,15 @@ def test_pruning_twice(run_cli, decomposed, tmp_path):
     chain(run_cli, tmp_path, ("prune-base", decomposed, "once", "--ratio", 0.25))
     result = run_cli("prune-base", tmp_path / "once", tmp_path / "twice", "--ratio", 0.25)
     assert result.code == 3
-    assert "already pruned" in result.stderr
+    assert "already pruned. For another --ratio start from what came before." in result.stderr
+
+
+def test_a_share_of_channels_is_not_called_one_of_bytes(run_cli, decomposed, tmp_path):
+    for ratio, words in ((1.5, "--ratio 1.5: it should be less than 1"), (40, "for 40 % write 0.4 or 40%")):
+        result = run_cli("prune-base", decomposed, tmp_path / "out", "--ratio", ratio)
+        assert result.code == 2
+        assert words in result.stderr
+        assert "bytes" not in result.stderr
 
 
 def test_a_base_of_another_model(run_cli, base, tiny_mixtral_bf16, tmp_path):

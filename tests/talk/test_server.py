@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -141,3 +142,13 @@ def test_a_chat_by_the_models_template(tiny_mixtral: Path, tmp_path: Path) -> No
         assert (status, answer["choices"][0]["message"]["content"]) == (200, own.text)
         status, answer = asking("/v1/chat/completions", messages=[{"role": "assistant", "content": PROMPT}])
         assert (status, answer["error"]["message"][:30]) == (400, "Conversation roles must altern")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_right_after_it_told_where_it_serves_ends_it_in_order(
+    run_cli: Any, tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    monkeypatch.setattr("moetool.cli.next_step.tell", lambda _: signal.raise_signal(sent))
+    result = run_cli("serve", tiny_mixtral, "--port", 0)
+    assert result.code == 0, result.stderr
+    assert result.stderr.endswith("until Ctrl-C.\n")

@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.sizes import as_read_from, format_bytes
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, LogJson, print_json, print_table, watched
@@ -16,7 +17,7 @@ from moetool.compare.picture import plot_compared
 from moetool.compare.results import Compared, ComparedModel, SharedStatistics, kind_of_text
 from moetool.compare.running import compare
 from moetool.errors import UsageError
-from moetool.job.checks import output_directory
+from moetool.job.checks import output_file
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
 from moetool.measure.results import TextLoss, short_names, shown_kl
@@ -55,7 +56,8 @@ def build(
         result = pictured(plot, run, plot_compared)
         ended(result)
     if table is not None:
-        table.write_text(markdown(result), encoding="utf-8")
+        with storage_errors(table):
+            table.write_text(markdown(result), encoding="utf-8")
     if json:
         print_json(result.to_json())
         return refuse_empty(result)
@@ -101,14 +103,6 @@ def _option(flag: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     return [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-
-
-def output_file(path: Path) -> Path:
-    """Return the path of the table. Raises `UsageError` if it cannot be written."""
-    found = output_directory(path)
-    if found.is_dir() or not found.absolute().parent.is_dir():
-        raise UsageError(f"--output {path}: a file in a folder that is there.")
-    return found
 
 
 class ComparedTable(NamedTuple):

@@ -13,7 +13,7 @@ from moetool.cli.display import SCHEMA_VERSION, AsJson, LogJson, print_json, wat
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
 from moetool.errors import UsageError
-from moetool.job.checks import output_directory
+from moetool.job.checks import output_directory, output_file
 from moetool.job.result import Json, Printed
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import Evaluation
@@ -39,6 +39,9 @@ def build(
     """Run `moetool eval` on one model or several."""
     text, tasks = asked_for(typed)
     file = None if output is None else new_file(output)
+    if file is None and tasks is not None:
+        for each in model:
+            output_file(place_beside(each))
     options: dict[str, Json] = {}
     for asked in (text, tasks):
         options |= {} if asked is None else asked.model_dump(mode="json")
@@ -97,13 +100,10 @@ def _flag(said: Mapping[str, object]) -> str:
 
 
 def new_file(path: Path) -> Path:
-    """Return the path of the results. Raises `UsageError` if there is a file already, or none can be made."""
-    found = output_directory(path)
-    if found.exists():
+    """Return the path of the results. Raises `UsageError` if there is a file already; else as `output_file`."""
+    if output_directory(path).exists():
         raise UsageError(f"--output {path} is there already. Choose another name, or delete it.")
-    if not found.absolute().parent.is_dir():
-        raise UsageError(f"--output {path}: there is no folder {found.parent}.")
-    return found
+    return output_file(path)
 
 
 def _write(file: Path, result: Printed) -> None:

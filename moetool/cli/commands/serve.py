@@ -23,9 +23,12 @@ def build(
     options, file, display = build_options(ServeOptions, typed), gguf_file(model), Display()
     check_options(model, file, options)
     server = Server(model, file, options, display)
-    display.log(f"{model} is served at http://{server.address}/v1 until Ctrl-C.")
-    body = json_text.dumps({"model": model, "prompt": next_step.PROMPT, "max_tokens": 20})
-    url = f"http://{server.address}/v1/completions"
-    next_step.tell(shlex.join(["curl", url, "-H", "Content-Type: application/json", "-d", body]))
+
+    def tell() -> None:
+        display.log(f"{model} is served at http://{server.address}/v1 until Ctrl-C.")
+        body = json_text.dumps({"model": model, "prompt": next_step.PROMPT, "max_tokens": 20})
+        url = f"http://{server.address}/v1/completions"
+        next_step.tell(shlex.join(["curl", url, "-H", "Content-Type: application/json", "-d", body]))
+
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # how a server is asked to end
-        server.run()
+        server.run(tell)

@@ -49,8 +49,8 @@ class FisherMerge(Stage[FisherMergeOptions]):
         reader, options = self.source.experts, self.options
         if reader.layouts:
             raise UsageError(
-                f"{self.source.checkpoint.source} is compressed already, and decompose, which a base is for, starts "
-                "from an ordinary checkpoint: so does this."
+                f"{self.source.checkpoint.source} is compressed already: {self.name} and decompose start from the "
+                "ordinary checkpoint that it was made from."
             )
         cost, at_once = self._cost, self._experts_at_once
         layers = self.source.architecture.layers

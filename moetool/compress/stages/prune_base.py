@@ -12,7 +12,7 @@ from moetool.bases.choices import Pruning
 from moetool.bases.layer_base import base_tensors, stored_base
 from moetool.bases.pruning import PruningPlan, plan_pruning
 from moetool.calibration.collectors import LayerStatistics, UsageCollector
-from moetool.checkpoint.sizes import Ratio
+from moetool.checkpoint.sizes import Part
 from moetool.compress.results import PrunedResult
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
@@ -35,7 +35,7 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT
 class PruneBaseOptions(RunOptions, KeepOptions, TextOptions):
     """Options of `moetool prune-base`: how many channels of the base are pruned, and whether per batch."""
 
-    ratio: Ratio = Field(0.1, description="Share of the base's intermediate channels to prune.")
+    ratio: Part = Field(0.1, gt=0, lt=1, description="Share of the base's intermediate channels to prune.")
     pruning: Pruning = Field(
         "static",
         description="static: remove channels from the file. semi-dynamic: remove half of them, and skip as many per "
@@ -69,7 +69,9 @@ class PruneBase(Stage[PruneBaseOptions]):
             if old.is_native:
                 continue
             if old.is_pruned or old.dynamic_channels:
-                raise InvalidInputError(f"The base of layer {layer} is already pruned.")
+                raise InvalidInputError(
+                    f"The base of layer {layer} is already pruned. For another --ratio start from what came before."
+                )
             if old.is_baseless:
                 raise InvalidInputError(f"The experts of layer {layer} are stored without a base: none can be pruned.")
             if any(old.compact_bases()):
