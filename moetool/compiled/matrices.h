@@ -75,9 +75,17 @@ static bool aligned(const Operand& m) {
 template <Form F> constexpr int ABOVE = bits(F) - 4;
 template <Form F> static inline long part(const Operand& m) { return m.rows * ABOVE<F> / 8; }
 template <Form F> static inline bool is_second(const Operand& m, long q) { return F == CODES5 && q >= part<F>(m); }
-// The number whose lower four bits are the lowest in `low`; those above are the lowest in `high`.
+// What the lower four bits of such a code stand for, and what is added for those above, whatever bits lie beside them.
+template <Form F> struct Summands {
+  float lower[W], upper[W];
+  constexpr Summands() : lower(), upper() {
+    for (int i = 0; i < W; i++) lower[i] = i + lowest(F), upper[i] = 16 * (i % (1 << ABOVE<F>));
+  }
+};
+// The number whose lower four bits are the lowest in `low`, and the others the lowest in `high`.
 template <Form F> static inline vf joined(vi low, vi high) {
-  return to_float(((low & 15) | ((high & ((1 << ABOVE<F>) - 1)) << 4)) + lowest(F));
+  static constexpr Summands<F> of{};
+  return lookup(load(of.lower), low) + lookup(load(of.upper), high);
 }
 // How many times `decode` is called for all rows, and which row its j-th vector belongs to.
 template <Form F> static inline long calls(const Operand& m) { return m.rows / served(F); }
@@ -136,7 +144,7 @@ template <Form F> static inline void decode(const Operand& m, vf levels, long q,
   if (F == F32) { out[0] = load((const float*)m.data + q * n + column); return; }
   if (F == BF16) { out[0] = (vf)((vu)shorts((const uint16_t*)m.data + q * n + column) << 16); return; }
   if (F == F16) { out[0] = halves((const uint16_t*)m.data + q * n + column); return; }
-  if (F == CODES5 || F == CODES6) {
+  if constexpr (F == CODES5 || F == CODES6) {
     const long second = is_second<F>(m, q), lines = part<F>(m) * n;
     const uint8_t* own = m.data + q * n + second * lines + column;
     const vi low[2] = {bytes(own), bytes(own + lines)};
@@ -178,7 +186,7 @@ template <Form F> static inline vf decode_row(const Operand& m, vf levels, long 
     const long own = bits(F) % 2 ? eighth : stripe;
     return gather(m.levels, windows<F>(m, row % own, (int)(row / own), column));
   }
-  if (F == CODES5 || F == CODES6) {
+  if constexpr (F == CODES5 || F == CODES6) {
     const long half = m.rows / 2, lines = part<F>(m);
     const vi low = bytes(m.data + row % half * n + column) >> (int)(row / half * 4);
     return joined<F>(low, bytes(m.data + (half + row % lines) * n + column) >> (int)(row / lines * ABOVE<F>));
