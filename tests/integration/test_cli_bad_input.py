@@ -152,6 +152,15 @@ def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path
         assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_model_that_lacks_a_tensor_outside_of_its_layers(refused, tiny_mixtral, tmp_path, name):
+    """A job without a text would read it last, and a result that lacks it would be called moetool's defect."""
+    source = change_tensors(copy_of(tiny_mixtral, tmp_path / "bad"), lambda tensors: tensors.pop(name))
+    job = ("compress", source, tmp_path / "out", "--method", "quantize", "--bits", 4, "--sensitivity", "none")
+    for words in (("inspect", source), ("verify", source), job, (*job, "--dry-run")):
+        assert f"has no tensor {name}, which its config.json promises" in refused(3, *words), words
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_tensor_that_the_model_has_no_place_for(refused, run_cli, dense, tiny_mixtral, tmp_path, family):
     """transformers would pass over it, and compute something else. It does so rightly with buffers of old files."""
