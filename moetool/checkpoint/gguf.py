@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from moetool.checkpoint.gguf_model import GgufModel
+from moetool.checkpoint.gguf_parts import first_part, parts_of
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.names import CONFIG, INDEX, PICKLES, WORK_DIRECTORY
 from moetool.checkpoint.sizes import format_bytes
@@ -103,12 +104,13 @@ def _digest(file: Path) -> str:
     families = (here.parents[1] / "format" / "gguf").glob("*.py")
     for source in sorted((*here.parent.glob("gguf*.py"), *families)):
         digest.update(source.read_bytes())
-    with reading(file), file.open("rb") as stream:
-        stat = file.stat()
-        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
-            stream.seek(position)
-            digest.update(stream.read(_SAMPLE))
+    for part in parts_of(file):
+        with reading(part), part.open("rb") as stream:
+            stat = part.stat()
+            digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+            for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
+                stream.seek(position)
+                digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 
@@ -118,15 +120,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_files(directory: Path) -> list[Path]:
-    """GGUF files of a directory that may be models, sorted by name."""
-    return sorted(file for file in directory.iterdir() if is_gguf(file) and file.name != IMATRIX and file.is_file())
+    """GGUF files of a directory that may be models, sorted by name; of one in several parts the first."""
+    files = (file for file in directory.iterdir() if is_gguf(file) and file.name != IMATRIX and file.is_file())
+    return sorted({first_part(file) for file in files})
 
 
 def gguf_in(path: Path) -> Path | None:
     """The GGUF file with the model that a path names: the file itself, or that of a directory without another
-    checkpoint, which is the one that `export` has written there, or the only one. `None` if there is no such file."""
+    checkpoint, which is the one that `export` has written there, or the only one; of a model in several parts the
+    first. `None` if there is no such file."""
     if path.is_file():
-        return path if is_gguf(path) else None
+        return first_part(path) if is_gguf(path) else None
     if not path.is_dir() or (path / WORK_DIRECTORY).exists():
         return None
     if (path / CONFIG).exists() and any(file.name.endswith(_OTHERS) for file in path.iterdir()):

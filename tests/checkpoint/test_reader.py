@@ -372,7 +372,13 @@ def test_the_gguf_file_of_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("hub/Model-v0.1", "Model-v0.1"), ("a/b/model.gguf", "b"), ("theirs-Q4.gguf", "theirs-Q4"), ("a/b/", "b")],
+    [
+        ("hub/Model-v0.1", "Model-v0.1"),
+        ("a/b/model.gguf", "b"),
+        ("theirs-Q4.gguf", "theirs-Q4"),
+        ("a/b/", "b"),
+        ("Q4-00001-of-00003.gguf", "Q4"),
+    ],
 )
 def test_what_a_model_is_called(source: str, name: str) -> None:
     assert model_name(source) == name
