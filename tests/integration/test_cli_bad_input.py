@@ -258,6 +258,23 @@ def test_a_bad_tokenizer(refused, tiny_mixtral, calibration, tmp_path, damage, w
     assert all(word in message for word in words), message
 
 
+def test_a_tokenizer_that_more_libraries_read(refused, tiny_mixtral, calibration, tmp_path, monkeypatch):
+    """transformers asks for tiktoken, whichever of both formats a file of that name has."""
+    source = copy_of(tiny_mixtral, tmp_path / "pieces")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr("moetool.checkpoint.names.distributions", lambda name: [])
+    job = ("compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration, "--dry-run")
+    told = "is one of SentencePiece (tokenizer.model), without tokenizer.json."
+    read = ("eval", source, "--data", calibration[1])
+    for command in (read, job):
+        message = refused(3, *command)
+        assert told in message
+        assert "pip install sentencepiece protobuf. " in message
+    (source / "tokenizer.model").write_bytes(b"IQ== 0\n")  # tiktoken's
+    assert told not in refused(3, *read)
+
+
 def test_the_tokenizer_of_another_model(refused, make_mixtral, save_model, calibration, tmp_path):
     source = save_model(make_mixtral(vocab_size=100), tmp_path / "small")
     message = refused(3, "compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.2, *calibration)
