@@ -12,8 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from moetool.checkpoint.gguf_model import GgufModel
+from moetool.checkpoint.gguf_parts import first_part, parts_of
 from moetool.checkpoint.header import reading
-from moetool.checkpoint.names import CONFIG, WORK_DIRECTORY
+from moetool.checkpoint.names import CONFIG, INDEX, PICKLES, WORK_DIRECTORY
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import InvalidInputError, ResourceError, in_one_line
 from moetool.format.gguf.words import IMATRIX, MODEL
@@ -21,6 +22,7 @@ from moetool.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
 
+_OTHERS = (*PICKLES, ".safetensors", ".safetensors.tmp", INDEX)  # ends of what a checkpoint is made of
 _SAMPLES, _SAMPLE = 64, 1 << 16  # parts of a file that tell it from others, and their bytes
 
 
@@ -102,12 +104,13 @@ def _digest(file: Path) -> str:
     families = (here.parents[1] / "format" / "gguf").glob("*.py")
     for source in sorted((*here.parent.glob("gguf*.py"), *families)):
         digest.update(source.read_bytes())
-    with reading(file), file.open("rb") as stream:
-        stat = file.stat()
-        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
-            stream.seek(position)
-            digest.update(stream.read(_SAMPLE))
+    for part in parts_of(file):
+        with reading(part), part.open("rb") as stream:
+            stat = part.stat()
+            digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+            for position in range(0, stat.st_size, max(_SAMPLE, stat.st_size // _SAMPLES)):
+                stream.seek(position)
+                digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 
@@ -116,13 +119,21 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
+def gguf_files(directory: Path) -> list[Path]:
+    """GGUF files of a directory that may be models, sorted by name; of one in several parts the first."""
+    files = (file for file in directory.iterdir() if is_gguf(file) and file.name != IMATRIX and file.is_file())
+    return sorted({first_part(file) for file in files})
+
+
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file with the model that a path names: the file itself, or that of a directory without `config.json`,
-    which is the one that `export` has written there, or the only one. `None` if there is no such file."""
+    """The GGUF file with the model that a path names: the file itself, or that of a directory without another
+    checkpoint, which is the one that `export` has written there, or the only one; of a model in several parts the
+    first. `None` if there is no such file."""
     if path.is_file():
-        return path if is_gguf(path) else None
-    if not path.is_dir() or (path / CONFIG).exists() or (path / WORK_DIRECTORY).exists():
+        return first_part(path) if is_gguf(path) else None
+    if not path.is_dir() or (path / WORK_DIRECTORY).exists():
         return None
-    files = [file for file in path.iterdir() if is_gguf(file) and file.name != IMATRIX and file.is_file()]
-    exported = path / MODEL
+    if (path / CONFIG).exists() and any(file.name.endswith(_OTHERS) for file in path.iterdir()):
+        return None
+    files, exported = gguf_files(path), path / MODEL
     return exported if exported in files else files[0] if len(files) == 1 else None

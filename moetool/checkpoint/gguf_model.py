@@ -20,6 +20,7 @@ from torch import Tensor
 from moetool.architectures import Architecture, Role, find_architecture
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.gguf_config import GgufConfig
+from moetool.checkpoint.gguf_parts import parts_of
 from moetool.checkpoint.gguf_tokenizer import OF_TOKENIZER, write_tokenizer
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import InvalidInputError, in_one_line
@@ -61,12 +62,29 @@ class Written(Protocol):
     def kinds(self) -> Sequence[str]: ...
 
 
+def _opened(file: Path) -> "GGUFReader":
+    """A file as the library `gguf` has it. Raises `InvalidInputError` where it is damaged or cut short."""
+    library = gguf_library()
+    try:
+        reader = library.GGUFReader(file)
+    except (ValueError, KeyError, IndexError, OSError, OverflowError, UnicodeDecodeError) as error:
+        reason = in_one_line(error, 200)
+        raise InvalidInputError(
+            f"Cannot read {file}: it is damaged, cut short, or has numbers of an unknown type ({reason})."
+        ) from error
+    size = file.stat().st_size
+    for tensor in reader.tensors:
+        if tensor.data_offset + tensor.n_bytes > size:
+            raise InvalidInputError(f"{file} ends inside {tensor.name}: it is cut short. Download it again.")
+    return reader
+
+
 @dataclass(frozen=True)
 class GgufModel:
     """Contents of a GGUF file's header: entries and tensors.
 
     Attributes:
-        file: where it lies.
+        file: where it lies; of a model in several parts the first, which has the metadata.
         written: what it was made of, where that is known; else its own metadata tell.
         is_exact: whether weights become fp32, whatever they are stored in.
     """
@@ -77,24 +95,13 @@ class GgufModel:
 
     @cached_property
     def _reader(self) -> "GGUFReader":
-        library = gguf_library()
-        try:
-            reader = library.GGUFReader(self.file)
-        except (ValueError, KeyError, IndexError, OSError, OverflowError, UnicodeDecodeError) as error:
-            reason = in_one_line(error, 200)
-            raise InvalidInputError(
-                f"Cannot read {self.file}: it is damaged, cut short, or has numbers of an unknown type ({reason})."
-            ) from error
-        size = self.file.stat().st_size
-        for tensor in reader.tensors:
-            if tensor.data_offset + tensor.n_bytes > size:
-                raise InvalidInputError(f"{self.file} ends inside {tensor.name}: it is cut short. Download it again.")
-        return reader
+        return _opened(self.file)
 
     @cached_property
     def tensors(self) -> "dict[str, ReaderTensor]":
-        """Tensors of the file by name, as the library `gguf` has them."""
-        return {tensor.name: tensor for tensor in self._reader.tensors}
+        """Tensors of the file, or of all its parts, by name, as the library `gguf` has them."""
+        readers = [self._reader, *map(_opened, parts_of(self.file)[1:])]
+        return {tensor.name: tensor for reader in readers for tensor in reader.tensors}
 
     def _field(self, key: str) -> Any:
         """An entry of the metadata; `None` if there is none."""
@@ -157,14 +164,14 @@ class GgufModel:
         bf16; fp32 where numbers are to stay exact."""
         if self.is_exact:
             return torch.float32
-        types = {tensor.tensor_type.name for tensor in self._reader.tensors if len(tensor.shape) > 1} - {"I32"}
+        types = {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1} - {"I32"}
         types -= {"F32"} if len(types) > 1 else set()
         return {"F32": torch.float32, "F16": torch.float16}.get(types.pop() if len(types) == 1 else "", torch.bfloat16)
 
     @property
     def nbytes(self) -> int:
         """Bytes that all weights take once they are decoded to the checkpoint's dtype."""
-        return sum(tensor.n_elements for tensor in self._reader.tensors) * self.dtype.itemsize
+        return sum(tensor.n_elements for tensor in self.tensors.values()) * self.dtype.itemsize
 
     @cached_property
     def _said(self) -> GgufConfig:

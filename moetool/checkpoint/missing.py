@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+from moetool.checkpoint.gguf import gguf_files
 from moetool.checkpoint.names import (
     ADAPTER,
     BASES,
@@ -23,9 +24,8 @@ def without_config(path: Path) -> str:
         return _adapter_alone(path)
     if (path / WORK_DIRECTORY).exists():
         return f"{path} holds an unfinished run. Finish it: repeat its command with --resume."
-    if files := sorted(path.glob("*.gguf")):  # were there one, it would have been read
-        named = ", ".join(file.name for file in files)
-        return f"{path} has no {CONFIG}, but {len(files)} GGUF files ({named}): give one of them, such as {files[0]}."
+    if files := gguf_files(path):
+        return _several_files(path, CONFIG, files)
     if is_base(path):
         return (
             f"{path} is no model, but the base that fisher-merge made of a model's experts: `moetool decompose MODEL "
@@ -34,6 +34,12 @@ def without_config(path: Path) -> str:
     if not any(path.iterdir()):
         return f"{path} is empty; expected a checkpoint with {CONFIG} and {SINGLE}."
     return f"{path} has no {CONFIG}, so it is not a checkpoint of a Hugging Face model."
+
+
+def _several_files(path: Path, lacks: str, files: list[Path]) -> str:
+    """What to do with a directory of GGUF files; were there one, it would have been read."""
+    named = ", ".join(file.name for file in files)
+    return f"{path} has no {lacks}, but {len(files)} GGUF files ({named}): give one of them, such as {files[0]}."
 
 
 def is_base(path: Path) -> bool:
@@ -82,5 +88,7 @@ def without_weights(path: Path) -> str:
             "them. If you trust their origin, convert them with "
             "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which writes safetensors."
         )
+    if files := gguf_files(path):
+        return _several_files(path, "safetensors weights", files)
     found = f" Found {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
     return f"{path} has no safetensors weights: expected {SINGLE}, or {INDEX} and its shards.{found}"

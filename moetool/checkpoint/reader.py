@@ -13,6 +13,7 @@ from torch import Tensor
 from moetool.architectures import aliases, beginnings
 from moetool.architectures.base import Settings
 from moetool.checkpoint.gguf import gguf_in
+from moetool.checkpoint.gguf_parts import parts_of
 from moetool.checkpoint.header import TensorInfo, read_numbers
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.missing import with_adapter, without_config
@@ -107,13 +108,13 @@ class Checkpoint:
 
     @property
     def gguf_file(self) -> Path | None:
-        """The GGUF file that it was read from; `None` of any other checkpoint."""
+        """The GGUF file that it was read from, of several parts the first; `None` of any other checkpoint."""
         return gguf_in(local_path(self.source))
 
     @property
     def gguf_bytes(self) -> int | None:
-        """Bytes of that file."""
-        return None if (file := self.gguf_file) is None else file.stat().st_size
+        """Bytes of that file, or of all its parts. Raises `InvalidInputError` if a part is gone."""
+        return None if (file := self.gguf_file) is None else sum(part.stat().st_size for part in parts_of(file))
 
     @property
     def given_bytes(self) -> int:

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from moetool.checkpoint.gguf import converted, gguf_in, is_gguf
+from moetool.checkpoint.gguf_parts import whole_name
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.gguf.words import MODEL
 
@@ -78,11 +79,12 @@ def local_path(name: str | Path) -> Path:
 
 def model_name(source: str) -> str:
     """What a model is called in titles and in names of what is made of it: the last part of its path or hub id, without
-    the suffix of a GGUF file; its directory's if it has the name that `export` gives to all such files."""
+    the suffix of a GGUF file and the number of a part; its directory's if it has the name that `export` gives to all
+    such files."""
     path = Path(source)
     if path.name == MODEL:
         path = path.absolute().parent
-    return (path.resolve() if path.name in ("", "..") else path).name.removesuffix(".gguf")
+    return whole_name((path.resolve() if path.name in ("", "..") else path).name).removesuffix(".gguf")
 
 
 def is_here(name: str) -> bool:

@@ -23,8 +23,8 @@ def check_unquantized(config: Mapping[str, object]) -> None:
         method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
         raise InvalidInputError(
             f"This checkpoint is already quantized (quant_method '{method}'). moetool needs the weights in 16 or 32 "
-            "bits, or in a format that it decodes (FP8, MXFP8, MXFP4, compressed-tensors, GPTQ, AWQ, bitsandbytes, "
-            "ModelOpt): take the unquantized checkpoint, or dequantize this one first."
+            "bits, or in a format that it decodes (FP8, MXFP8, MXFP4, compressed-tensors, GPTQ, AWQ, AutoRound, "
+            "bitsandbytes, ModelOpt, Quark): take the unquantized checkpoint, or dequantize this one first."
         )
 
 

@@ -1,11 +1,13 @@
 """Inputs of a repair: a compressed MoE model, a moefied model, or a GGUF file."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from moetool.architectures.dense import is_encoder
+from moetool.checkpoint.gguf_parts import parts_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.export.gguf.model import GgufSource
@@ -59,9 +61,15 @@ class GgufInput:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "GgufInput":
-        """Open one by what it is read as. Raises `InvalidInputError` for a family that moetool does not write."""
+        """Open one by what it is read as. Raises `InvalidInputError` for a family that moetool does not write, and for
+        a model in several parts."""
         file = checkpoint.gguf_file
         assert file is not None
+        if (count := len(parts_of(file))) > 1:
+            raise InvalidInputError(
+                f"{file} is one of {count} parts of a model, and a repair writes one file: join them first "
+                f"(llama-gguf-split --merge {shlex.quote(str(file))} whole.gguf)."
+            )
         return cls(checkpoint, GgufSource.of(checkpoint), file)
 
     @property

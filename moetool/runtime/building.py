@@ -127,6 +127,11 @@ def _part_of(name: str) -> str:
     return name.rpartition(".")[0] if layer == name else layer
 
 
+def _is_layered(name: str) -> bool:
+    """Whether the name of a tensor, or its beginning, has a layer's number."""
+    return re.search(r"\.\d+\.", name) is not None
+
+
 def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: Collection[str]) -> list[str]:
     """Names in the files that `config.json` does not promise, in parts (`_part_of`) of which all that it promises is
     there: they can be no other names of that. Left out is what transformers passes over, such as buffers of its older
@@ -147,8 +152,8 @@ def check_sizes(checkpoint: Checkpoint) -> None:
 
     Names that the files do not have are the loader's to judge, who knows more names of a tensor than one; but a tensor
     is missing if the files have its like of another layer, and in its own layer none by a name that is not promised.
-    Together absent ones may not be more than what the files hold. moetool's own models have the names that it gave
-    them.
+    So is one outside of the layers, such as the head, if all there have names that are promised. Together absent ones
+    may not be more than what the files hold. moetool's own models have the names that it gave them.
 
     Raises:
         InvalidInputError: transformers cannot build the model, a tensor has another shape than promised, is missing
@@ -167,7 +172,10 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
     renamed = {_layer_of(name) for name in held.keys() - promised.keys()}
     absent_alone = [name for name in absent if _layer_of(name) not in renamed and not needless.search(name)]
-    if missing := [name for name in absent_alone if _of_any_layer(name) in layered]:
+    is_whole = all(map(_is_layered, renamed))  # outside of the layers no tensor has a name that is not promised
+    if missing := [
+        name for name in absent_alone if _of_any_layer(name) in layered or (is_whole and not _is_layered(name))
+    ]:
         raise lacking(checkpoint, missing)
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()

@@ -357,18 +357,28 @@ def test_the_gguf_file_of_a_directory(tmp_path: Path) -> None:
     assert gguf_in(tmp_path) == gguf_in(first) == first
     second.touch()
     assert gguf_in(tmp_path) is None
-    assert f"2 GGUF files (b.gguf, imatrix.gguf): give one of them, such as {second}." in refusal(tmp_path)
+    told = f"2 GGUF files (a.GGUF, b.gguf): give one of them, such as {first}."
+    assert f"no config.json, but {told}" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # as some put it beside their files
+    assert gguf_in(tmp_path) is None
+    assert f"no safetensors weights, but {told}" in refusal(tmp_path)
     exported.touch()
     assert gguf_in(tmp_path) == exported
-    for other in ("config.json", ".moetool"):  # a checkpoint, an unfinished run
-        (tmp_path / other).touch()
+    for other in (".moetool", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        (tmp_path / other).touch()  # an unfinished run, a checkpoint
         assert gguf_in(tmp_path) is None
         (tmp_path / other).unlink()
 
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("hub/Model-v0.1", "Model-v0.1"), ("a/b/model.gguf", "b"), ("theirs-Q4.gguf", "theirs-Q4"), ("a/b/", "b")],
+    [
+        ("hub/Model-v0.1", "Model-v0.1"),
+        ("a/b/model.gguf", "b"),
+        ("theirs-Q4.gguf", "theirs-Q4"),
+        ("a/b/", "b"),
+        ("Q4-00001-of-00003.gguf", "Q4"),
+    ],
 )
 def test_what_a_model_is_called(source: str, name: str) -> None:
     assert model_name(source) == name

@@ -8,12 +8,14 @@ import pytest
 import torch
 from checkpoints import change_config
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
 from stored_bits import FILE, config_entry, dequantized, rewrite, save_compressed_tensors
 from torch import Tensor
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.stored.matrix import GroupScales
 from moetool.errors import InvalidInputError
 
 UP = "model.layers.1.block_sparse_moe.experts.1.w3.weight"
@@ -64,6 +66,55 @@ def test_bits_are_those_of_the_library(source: Path, tmp_path: Path, name: str) 
     assert error < 0.2 * load_file(source / FILE)[UP].float().norm()
 
 
+@pytest.mark.parametrize(("form", "bits"), [("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8)])
+def test_scales_that_are_exponents(save_model: Any, tmp_path: Path, form: str, bits: int) -> None:
+    source = save_model(families.build("mixtral", dtype=torch.bfloat16, intermediate_size=64), tmp_path / "source")
+    weights = {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    path, weights = save_compressed_tensors(source, tmp_path / "model", form, weights)
+    shown, expected = Checkpoint.open(path), decompressed(path, form, weights)
+    assert all(shown.read(tensor).equal(own.bfloat16()) for tensor, own in expected.items())
+    assert shown.read_rows(UP, 5, 19).equal(expected[UP].bfloat16()[5:19])
+    assert shown.scales_of(UP) is None
+
+
+def test_zero_points_that_are_not_packed(source: Path, tmp_path: Path) -> None:
+    """The library's versions before 0.9.4 wrote them in 8 bits."""
+    path, _ = save_compressed_tensors(source, tmp_path / "packed", *SCHEMES["int4 zero points"])
+    held, packed = load_file(path / FILE), Checkpoint.open(path)
+    for name in [name for name in held if name.endswith("zero_point")]:
+        shape = held[name.replace("zero_point", "scale")].shape
+        held[name] = unpack_from_int32(held[name], 4, shape, packed_dim=0).contiguous()
+    shown = Checkpoint.open(rewrite(path, tmp_path / "model", held, config_entry(path)))
+    assert all(shown.read(tensor).equal(packed.read(tensor)) for tensor in packed.tensors)
+    assert shown.read_rows(UP, 5, 19).equal(packed.read_rows(UP, 5, 19))
+
+
+def by_group(held: dict[str, Tensor], order: Tensor) -> Tensor:
+    """What compressed-tensors 0.9.2 makes of `UP`, where inputs have groups in an order of their own."""
+    words, scale, zeros = (held[part(ending)] for ending in ("weight_packed", "weight_scale", "weight_zero_point"))
+    codes = unpack_from_int32(words, 4, torch.Size((48, 32))).bfloat16()
+    unpacked = unpack_from_int32(zeros, 4, scale.shape, packed_dim=0).bfloat16()
+    return (codes - unpacked[:, order]) * scale[:, order]
+
+
+def test_inputs_in_an_order_of_their_own(source: Path, tmp_path: Path) -> None:
+    path, weights = save_compressed_tensors(source, tmp_path / "plain", *SCHEMES["int4 zero points"])
+    held, order = load_file(path / FILE), torch.arange(32, dtype=torch.int32) * 7 % 32 // 8
+    entry, plain = config_entry(path), Checkpoint.open(path)
+    entry["config_groups"]["group_0"]["weights"] = {**weights, "actorder": "group"}
+    held[part("weight_g_idx")] = order
+    shown = Checkpoint.open(rewrite(path, tmp_path / "model", held, entry))
+    assert shown.read(UP).equal(by_group(held, order))
+    assert shown.read_rows(UP, 5, 19).equal(by_group(held, order)[5:19])
+    assert (shown.scales_of(UP), plain.scales_of(UP)) == (None, GroupScales(part("weight_scale"), 8))
+    held[part("weight_g_idx")] = torch.full((32,), -1)
+    unset = Checkpoint.open(rewrite(path, tmp_path / "unset", held, entry))
+    assert unset.read(UP).equal(plain.read(UP))
+    held[part("weight_g_idx")] = order + 1
+    with pytest.raises(InvalidInputError, match="groups 1 to 4, and there are scales of 4"):
+        Checkpoint.open(rewrite(path, tmp_path / "too-many", held, entry)).read(UP)
+
+
 @pytest.mark.parametrize("name", ["int4 groups", "float8 rows"])
 def test_bits_are_those_of_transformers(source: Path, tmp_path: Path, name: str) -> None:
     path, _ = save_compressed_tensors(source, tmp_path / "model", *SCHEMES[name])
@@ -90,9 +141,12 @@ def part(ending: str) -> str:
         (lambda held: held.update({part("weight_scale"): torch.ones(48, 3)}), "these are not those of groups of 16"),
         (lambda held: held.update({part("weight_scale"): torch.ones(47, 2)}), "these are not those of the strategy"),
         (lambda held: held.update({part("weight_packed"): torch.ones(48, 4)}), "stored in torch.float32, expected"),
-        (lambda held: held.update({part("weight_g_idx"): torch.ones(32)}), "which moetool does not decode"),
+        (lambda held: held.update({part("weight_g_idx"): torch.ones(32)}), "expected the group of each input"),
+        (lambda held: held.update({part("weight_g_idx"): torch.ones(31).int()}), "expected the group of each input"),
+        (lambda held: held.update({part("weight_zero_point"): torch.ones(48, 3).char()}), "not zero points of such"),
+        (lambda held: held.update({part("weight_zero_point"): torch.ones(5, 2).int()}), "not zero points of such"),
     ],
-    ids=["no scales", "groups", "rows", "dtype", "order"],
+    ids=["no scales", "groups", "rows", "dtype", "order", "length of the order", "zero points", "packed zero points"],
 )
 def test_what_does_not_fit_is_refused(packed: Path, tmp_path: Path, change: Any, says: str) -> None:
     held = load_file(packed / FILE)
@@ -100,6 +154,13 @@ def test_what_does_not_fit_is_refused(packed: Path, tmp_path: Path, change: Any,
     entry = config_entry(packed)
     with pytest.raises(InvalidInputError, match=says):
         Checkpoint.open(rewrite(packed, tmp_path / "model", held, entry))
+
+
+def test_an_order_in_another_format(source: Path, tmp_path: Path) -> None:
+    path, _ = save_compressed_tensors(source, tmp_path / "plain", *SCHEMES["int8 rows"])
+    held = {**load_file(path / FILE), part("weight_g_idx"): torch.zeros(32).int()}
+    with pytest.raises(InvalidInputError, match="which moetool decodes for groups in 'pack-quantized' alone"):
+        Checkpoint.open(rewrite(path, tmp_path / "model", held, config_entry(path)))
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,16 @@ def one_matrix(saved: dict[str, Path], target: Path, **tensors: torch.Tensor) ->
 
 @pytest.mark.parametrize(
     ("shape", "scales"),
-    [((3, 24, 32), (3, 3, 4)), ((3, 24, 32), (3, 1, 1)), ((24, 32), (24, 1)), ((24, 32), ()), ((24, 32), (1,))],
-    ids=["fused", "fused per tensor", "per row", "scalar", "one number"],
+    [
+        ((3, 24, 32), (3, 3, 4)),
+        ((3, 24, 32), (3, 1, 1)),
+        ((3, 24, 32), (3, 1, 32)),
+        ((24, 32), (24, 1)),
+        ((24, 32), (24,)),
+        ((24, 32), ()),
+        ((24, 32), (1,)),
+    ],
+    ids=["fused", "fused per tensor", "fused per column", "per row", "row by row", "scalar", "one number"],
 )
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8])
 def test_grids_of_scales(
@@ -105,7 +113,7 @@ def test_grids_of_scales(
     codes = torch.randn(shape).to(torch.float8_e4m3fn)
     own = torch.randint(120, 130, scales, dtype=kind) if kind == torch.uint8 else torch.rand(scales, dtype=kind)
     shown = one_matrix(saved, tmp_path / "model", experts=codes, experts_scale_inv=own)
-    wide = own[None] if own.ndim == 1 else own
+    wide = own.view(-1, 1) if own.ndim == 1 else own
     expected = Fp8Dequantize(None)._dequantize_one(codes, wide, torch.bfloat16)  # type: ignore[no-untyped-call]
     assert shown.read("experts").equal(expected)
     if len(shape) == 3:

@@ -153,6 +153,15 @@ def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path
         assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_model_that_lacks_a_tensor_outside_of_its_layers(refused, tiny_mixtral, tmp_path, name):
+    """A job without a text would read it last, and a result that lacks it would be called moetool's defect."""
+    source = change_tensors(copy_of(tiny_mixtral, tmp_path / "bad"), lambda tensors: tensors.pop(name))
+    job = ("compress", source, tmp_path / "out", "--method", "quantize", "--bits", 4, "--sensitivity", "none")
+    for words in (("inspect", source), ("verify", source), job, (*job, "--dry-run")):
+        assert f"has no tensor {name}, which its config.json promises" in refused(3, *words), words
+
+
 NO_PLACE = ("layers.1.self_attn.q_proj.bias", "layers.1.self_attn.q_norm.weight", "norm.bias", "lm_head.bias")
 
 
@@ -271,6 +280,23 @@ def test_a_bad_tokenizer(refused, tiny_mixtral, calibration, tmp_path, damage, w
         assert all(word in message for word in words), message
     message = refused(3, "eval", source, "--data", calibration[1], "--sequence-length", 32)
     assert all(word in message for word in words), message
+
+
+def test_a_tokenizer_that_more_libraries_read(refused, tiny_mixtral, calibration, tmp_path, monkeypatch):
+    """transformers asks for tiktoken, whichever of both formats a file of that name has."""
+    source = copy_of(tiny_mixtral, tmp_path / "pieces")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    monkeypatch.setattr("moetool.checkpoint.names.distributions", lambda name: [])
+    job = ("compress", source, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration, "--dry-run")
+    told = "is one of SentencePiece (tokenizer.model), without tokenizer.json."
+    read = ("eval", source, "--data", calibration[1])
+    for command in (read, job):
+        message = refused(3, *command)
+        assert told in message
+        assert "pip install sentencepiece protobuf. " in message
+    (source / "tokenizer.model").write_bytes(b"IQ== 0\n")  # tiktoken's
+    assert told not in refused(3, *read)
 
 
 def test_the_tokenizer_of_another_model(refused, make_mixtral, save_model, calibration, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from checkpoints import change_config, copy_of, load, tensors_of
 from families import build
 from sampling import sampled
-from tokenizers import Tokenizer, normalizers, processors
+from tokenizers import Regex, Tokenizer, normalizers, processors
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -159,7 +159,9 @@ def test_a_tokenizer_of_pieces(run_cli: Any, models: dict[str, Path], tmp_path: 
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     marks = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=inner, **marks).save_pretrained(path)
-    assert export(run_cli, path, tmp_path / "out").code == 0
+    exported = export(run_cli, path, tmp_path / "out")
+    assert exported.code == 0
+    assert "changes some texts" not in exported.stderr
     found = fields(tmp_path / "out" / "model.gguf")
     assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("llama", "default")
     assert found["tokenizer.ggml.add_bos_token"]
@@ -170,6 +172,11 @@ def test_a_tokenizer_of_pieces(run_cli: Any, models: dict[str, Path], tmp_path: 
     text = "ab abc"
     back = load_tokenizer(Checkpoint.open(tmp_path / "out" / "model.gguf").path)
     assert back(text)["input_ids"] == load_tokenizer(path)(text)["input_ids"]
+    for changing in (normalizers.Replace(Regex(" {2,}"), " "), normalizers.NFKC()):
+        inner.normalizer = normalizers.Sequence([changing, normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        PreTrainedTokenizerFast(tokenizer_object=inner, **marks).save_pretrained(path)
+        told = export(run_cli, path, tmp_path / "out", "--overwrite").stderr
+        assert "changes some texts before it cuts them" in told
 
 
 @pytest.fixture(autouse=True)

@@ -548,6 +548,7 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("olmo2", {"rope_parameters": LONG_ROPE}, "longrope"),
         ("olmo3", {"rope_parameters": {WHOLE: TURNED, WINDOW: {**TURNED, "rope_theta": 5e3}}}, "another base"),
         ("starcoder2", {"use_bias": False}, "use_bias"),
+        ("lfm2_moe", {"head_dim": 12}, "4 heads of 12 do not add up to the hidden size of 32"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias"),
         ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),

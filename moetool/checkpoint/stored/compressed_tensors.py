@@ -19,15 +19,16 @@ from torch import Tensor
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, StoredTensors
 from moetool.checkpoint.stored.fp8 import BlockScaled
-from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans
+from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans, check_groups
 from moetool.errors import InvalidInputError, in_one_line
 
-_PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
-_IN_WORDS = (_PACKED, _NVFP4)
-_BY_ITSELF = ("int-quantized", "float-quantized", "naive-quantized")
+_PACKED, _NVFP4, _MXFP4, _MXFP8 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+_IN_WORDS = (_PACKED, _NVFP4, _MXFP4)
+_BY_ITSELF = ("int-quantized", "float-quantized", "naive-quantized", _MXFP8)
+_CODED_SCALES = (_NVFP4, _MXFP4, _MXFP8)  # scales are codes themselves
 _NVFP4_GROUP = 16  # numbers that share a scale
 _SHAPE, _ZERO, _ORDER = "weight_shape", "weight_zero_point", "weight_g_idx"
-_PARTS = ("weight_scale", _ZERO, "weight_global_scale", _SHAPE)
+_PARTS = ("weight_scale", _ZERO, "weight_global_scale", _SHAPE, _ORDER)
 _OF_ACTIVATIONS = re.compile(r"\.((input|output)_(scale|zero_point|global_scale)|[kvq]_scale)$")
 
 
@@ -85,31 +86,55 @@ class LibraryMatrix(DecodedMatrix):
         for name, (ending, shape) in zip(self.parts, self.held, strict=True):
             if ending == _SHAPE:
                 state[ending] = torch.tensor([count, columns])
+            elif ending == _ORDER:
+                continue
             elif len(shape) > 1 and math.prod(shape[:-1]) == math.prod(self.shape[:-1]):
                 state[ending] = spans(name, start * shape[-1], (count, shape[-1]))
             else:
                 state[ending] = spans(name, 0, shape)
         compressor, scheme = _library(self.format, self.weights)
-        if _ZERO in state and self.format == _PACKED:
-            return self._with_zero_points(state, scheme.weights, start, stop).to(self.dtype)
+        order = self._order(spans)
+        if self.format == _PACKED and (_ZERO in state or order is not None):
+            return self._unpacked(state, order, scheme.weights, start, stop).to(self.dtype)
         return compressor.decompress(state, scheme)["weight"].to(self.dtype)
 
     def scales(self, spans: Spans) -> GroupScales | None:
         (name, (_, shape)), columns = (self.parts[1], self.held[1]), self.shape[-1]
         is_grouped = len(self.shape) == len(shape) == 2 and shape[0] == self.shape[0] and columns % shape[1] == 0
-        return GroupScales(name, columns // shape[1]) if is_grouped and self.format != _NVFP4 else None
+        if not is_grouped or self.format in _CODED_SCALES or self._order(spans) is not None:
+            return None
+        return GroupScales(name, columns // shape[1])
 
-    def _with_zero_points(self, state: Mapping[str, Tensor], arguments: Any, start: int, stop: int) -> Tensor:
-        """As the library's compressor does it; zero points are packed along rows, which it would have all of."""
+    def _order(self, spans: Spans) -> Tensor | None:
+        """The group of each input; `None` if groups follow each other. Raises `InvalidInputError`."""
+        names = {ending: name for name, (ending, _) in zip(self.parts, self.held, strict=True)}
+        if _ORDER not in names:
+            return None
+        order = spans(names[_ORDER], 0, (self.shape[-1],))
+        if bool((order < 0).any()):  # as the library initializes it, and understands it
+            return None
+        check_groups(names[_ORDER], order, self.held[1][1][-1])
+        return order
+
+    def _unpacked(
+        self, state: Mapping[str, Tensor], order: Tensor | None, arguments: Any, start: int, stop: int
+    ) -> Tensor:
+        """As the library's compressor does it, but for two things: zero points are packed along rows, all of which it
+        would have, and orders of inputs are known to its versions before 0.20 alone."""
         from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
         from compressed_tensors.quantization.lifecycle.forward import dequantize
 
         rows, columns = self.shape
-        groups = state["weight_scale"].shape[-1]
-        zeros = unpack_from_int32(state[_ZERO], arguments.num_bits, torch.Size((rows, groups)), packed_dim=0)
+        scales, zeros = state["weight_scale"], state.get(_ZERO)
+        if zeros is not None and zeros.dtype == torch.int32:  # the library's versions before 0.9.4 did not pack them
+            whole = torch.Size((rows, scales.shape[-1]))
+            zeros = unpack_from_int32(zeros, arguments.num_bits, whole, packed_dim=0)[start:stop]
         shape = torch.Size((stop - start, columns))
         codes = unpack_from_int32(state["weight_packed"], arguments.num_bits, shape)
-        return dequantize(codes, state["weight_scale"], zeros[start:stop], arguments)
+        if order is not None:
+            scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+            arguments = arguments.model_copy(update={"group_size": 1})
+        return dequantize(codes, scales, zeros, arguments)
 
 
 @cache
@@ -141,10 +166,6 @@ def _find(files: QuantizedFiles) -> StoredTensors:
             )
     schemes = _schemes(files)
     tensors = files.tensors
-    if ordered := [name for name in tensors if name.endswith(_ORDER)]:
-        raise InvalidInputError(
-            f"{ordered[0]} of {files.path} is an order of activations (actorder), which moetool does not decode."
-        )
     matrices = [_matrix(files, module, _scheme_of(files, schemes, module)) for module in _modules(files)]
     unused = [name for name in tensors if _OF_ACTIVATIONS.search(name)]
     kinds = dict.fromkeys(f"{scheme.format} with {scheme.bits} bits" for scheme in schemes)
@@ -220,15 +241,38 @@ def _matrix(files: QuantizedFiles, module: str, scheme: StoredScheme) -> Decoded
         raise files.refuse(f"{module}{_ZERO} is missing, of a module whose numbers are not symmetric")
     if scheme.format == _NVFP4 and "weight_global_scale" not in endings:
         raise files.refuse(f"{module}weight_global_scale is missing")
+    _check_beside_scales(files, scheme, module, shape, scales)
     held = tuple((ending, info.shape) for ending, info in zip(endings, infos, strict=True))
     parts = tuple(info.name for info in infos)
-    weights = json.dumps(dict(scheme.weights), sort_keys=True)
+    said = {key: own for key, own in scheme.weights.items() if key != "actorder"}  # which the files have
+    weights = json.dumps(said, sort_keys=True)
     return LibraryMatrix(f"{module}weight", shape, files.dtype, parts, held, scheme.format, weights)
+
+
+def _check_beside_scales(
+    files: QuantizedFiles, scheme: StoredScheme, module: str, shape: tuple[int, ...], scales: TensorInfo
+) -> None:
+    """Raise `InvalidInputError` where zero points or the groups of inputs do not fit a matrix."""
+    zeros, order = (files.tensors.get(f"{module}{ending}") for ending in (_ZERO, _ORDER))
+    in_words = -(-shape[0] * scheme.bits // 32), *scales.shape[-1:]
+    is_packed = scheme.format == _PACKED and zeros is not None and zeros.dtype == torch.int32
+    if zeros is not None and zeros.shape != (in_words if is_packed else scales.shape):
+        raise files.refuse(
+            f"{zeros.name} is {list(zeros.shape)} in {zeros.dtype}, and {scales.name} {list(scales.shape)}: these are "
+            "not zero points of such scales"
+        )
+    if order is not None and (scheme.format != _PACKED or scheme.weights.get("strategy") != "group"):
+        raise InvalidInputError(
+            f"{order.name} of {files.path} is an order of inputs (actorder), which moetool decodes for groups in "
+            f"'{_PACKED}' alone. Have the tool that wrote it dequantize it first."
+        )
+    if order is not None and (order.shape != shape[1:] or order.dtype not in (torch.int32, torch.int64)):
+        raise files.refuse(f"{order.name} is {list(order.shape)} in {order.dtype}, expected the group of each input")
 
 
 def _shape(files: QuantizedFiles, scheme: StoredScheme, numbers: TensorInfo, scales: TensorInfo) -> tuple[int, ...]:
     """Of the matrix: by the scales where these are of groups, else by the words, all bits of which are used then."""
-    wanted = {_PACKED: torch.int32, _NVFP4: torch.uint8}.get(scheme.format)
+    wanted = {_PACKED: torch.int32, _NVFP4: torch.uint8, _MXFP4: torch.uint8}.get(scheme.format)
     if wanted is not None and numbers.dtype != wanted:
         raise files.refuse(f"{numbers.name} is stored in {numbers.dtype}, expected {wanted}")
     if wanted is None and numbers.dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
@@ -237,7 +281,7 @@ def _shape(files: QuantizedFiles, scheme: StoredScheme, numbers: TensorInfo, sca
         raise files.refuse(f"{numbers.name} has shape {list(numbers.shape)}, expected a matrix")
     rows, width = numbers.shape
     group = _NVFP4_GROUP if scheme.format == _NVFP4 else scheme.weights.get("group_size")
-    columns = width * {_PACKED: 32, _NVFP4: 8}.get(scheme.format, scheme.bits) // scheme.bits
+    columns = width * {_PACKED: 32, _NVFP4: 8, _MXFP4: 8}.get(scheme.format, scheme.bits) // scheme.bits
     if scheme.weights.get("strategy") in ("group", "tensor_group") and len(scales.shape) == 2:
         if type(group) is not int or group < 1:
             raise InvalidInputError(f"quantization_config of {files.path}: group_size must be above 0, not {group!r}.")

@@ -22,6 +22,7 @@ from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 # What follows the name of a matrix without `weight`: DeepSeek-V3's name, those that transformers renames to it, and
 # that of AutoFP8 and vLLM.
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight", "weight_scale")
@@ -135,7 +136,7 @@ def _scales_name(name: str, ending: str) -> str:
 
 def _matrix(files: QuantizedFiles, codes: TensorInfo, scales: TensorInfo, block: tuple[int, int] | None) -> BlockScaled:
     """Describe the matrix that FP8 numbers and their scales stand for, from both headers."""
-    is_packed = codes.dtype == torch.int8
+    is_packed = codes.dtype == torch.int8 or (codes.dtype == torch.uint8 and scales.dtype in _EXPONENTS)
     if codes.dtype not in _FP8 and not is_packed:
         raise files.refuse(f"{codes.name} is stored in {codes.dtype}, and has scales, {scales.name}: it is FP8 or not")
     if not (scales.dtype.is_floating_point or scales.dtype == torch.uint8):
@@ -143,7 +144,8 @@ def _matrix(files: QuantizedFiles, codes: TensorInfo, scales: TensorInfo, block:
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if is_packed else 1))
     rows, columns = shape[-2:]
     is_single = math.prod(scales.shape) == math.prod(shape[:-2])
-    grid = (1, 1) if is_single else scales.shape[-2:]
+    by_row = scales.shape == shape[:-1]
+    grid = (1, 1) if is_single else (*scales.shape, 1) if by_row else scales.shape[-2:]
     by = "" if block is None else f" in blocks of {block[0]} × {block[1]}"
     unfit = files.refuse(
         f"{codes.name} has shape {list(codes.shape)}, its scales {scales.name} {list(scales.shape)}: these are not the "
@@ -163,4 +165,4 @@ def _bits(files: QuantizedFiles, module: str) -> float:
     return 8 + (0 if (block := _block_size(files.entry)) is None else 32 / math.prod(block))
 
 
-FORMAT = StoredFormat(("fp8", "mxfp8"), _find, _bits)
+FORMAT = StoredFormat(("fp8", "mxfp8", "fbgemm_fp8"), _find, _bits)

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from moetool.errors import InvalidInputError
+
 # Numbers of a tensor in the files, from one on in row-major order, in a shape.
 Spans: TypeAlias = Callable[[str, int, tuple[int, ...]], Tensor]
 
@@ -27,6 +29,22 @@ class GroupScales:
     name: str
     group: int
     is_turned: bool = False
+
+
+def check_groups(name: str, order: Tensor, groups: int) -> None:
+    """Raise `InvalidInputError` where a tensor names other groups of inputs than there are scales of.
+
+    Args:
+        name: of the tensor.
+        order: the group of each input.
+        groups: number of groups that have scales.
+    """
+    least, most = int(order.min()), int(order.max())
+    if least < 0 or most >= groups:
+        raise InvalidInputError(
+            f"{name} has the groups {least} to {most}, and there are scales of {groups}. Download or write the "
+            "checkpoint again."
+        )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.stored.formats import QuantizedFiles
-from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans
-from moetool.errors import InvalidInputError
+from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales, Spans, check_groups
 
 _INPUTS = 512  # whose words are read together, or those of one group
 _AT_ONCE = 1 << 18  # numbers decoded together
@@ -95,11 +94,7 @@ class TurnedIntegers(DecodedMatrix):
         inputs = self.shape[1]
         plain = torch.arange(inputs, dtype=torch.int32) // self.group
         order = spans(self.parts[3], 0, (inputs,)) if len(self.parts) > len(PARTS) else plain
-        if int(order.min()) < 0 or int(order.max()) >= self.groups:
-            raise InvalidInputError(
-                f"{self.parts[3]} has the groups {int(order.min())} to {int(order.max())}, and there are scales of "
-                f"{self.groups}. Download or write the checkpoint again."
-            )
+        check_groups(self.parts[-1], order, self.groups)
         return None if inputs % self.group == 0 and order.equal(plain) else order
 
 

@@ -365,6 +365,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             found.append(
                 f"The tokenizer's rules have no name in llama.cpp: the file has {pre} (--pre-tokenizer: another)."
             )
+        elif self._tokenizer.normalizes:
+            found.append(
+                "The tokenizer changes some texts before it cuts them (spaces in a row, forms of characters), which "
+                "llama.cpp does not: such texts have other tokens there."
+            )
         if odd := self._fallen_back:
             found.append(f"Rows of some tensors are no whole blocks of the type asked for: {odd}.")
         return found

@@ -13,11 +13,13 @@ from moetool.format.gguf.tokenizer import CUTTINGS, OTHER_CUTTINGS, changes_text
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from tokenizers.normalizers import Normalizer
 
 # llama.cpp's kinds of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 _SPACE = "▁"
+_PROBE = "A  é① \t\n b "  # what normalizers change: case, spaces in a row and at the end, forms of characters
 _CUTTINGS = (*CUTTINGS, *OTHER_CUTTINGS)
 
 
@@ -35,6 +37,7 @@ class GgufTokenizer:
         special: ids of special tokens, by their names in the metadata.
         begins, ends: whether it puts its first and last token around a text by itself.
         adds_space: whether it puts a space before a text.
+        normalizes: whether it is of pieces and changes a text before it cuts it, which llama.cpp does for none.
         template: the chat template, if it has one.
     """
 
@@ -49,6 +52,7 @@ class GgufTokenizer:
     begins: bool
     ends: bool
     adds_space: bool
+    normalizes: bool
     template: str | None
 
     def add_to(self, writer: "GGUFWriter") -> None:
@@ -128,6 +132,7 @@ def read_tokenizer(path: Path, vocabulary: int, *, cut: str | None, usual: str |
         begins=len(marked) > len(plain) and marked[0] == special.get("bos"),
         ends=len(marked) > len(plain) and marked[-1] == special.get("eos"),
         adds_space=is_pieces and _puts_space(rules),
+        normalizes=is_pieces and _normalizes(backend.normalizer),
         template=_template(loaded),
     )
 
@@ -156,6 +161,14 @@ def _puts_space(rules: Mapping[str, object]) -> bool:
     """Whether the tokenizer puts a space before a text, in its normalizer or in its pre-tokenizer."""
     normalizer, pre_tokenizer = (json.dumps(rules.get(step)) for step in ("normalizer", "pre_tokenizer"))
     return '"Prepend"' in normalizer or ('"Metaspace"' in pre_tokenizer and '"never"' not in pre_tokenizer)
+
+
+def _normalizes(normalizer: "Normalizer | None") -> bool:
+    """Whether a tokenizer of pieces changes a text beside marking its spaces and putting one before it."""
+    if normalizer is None:
+        return False
+    marked: str = normalizer.normalize_str(_PROBE)
+    return marked.replace(_SPACE, " ").lstrip(" ") != _PROBE
 
 
 def _kind(
