@@ -121,7 +121,8 @@ class Coded(NamedTuple):
 def feed_back_together(parts: Sequence[Coded], feedback: Feedback) -> list[Tensor]:
     """Codes of each matrix with a smaller output error than the nearest ones, for given scales; no row's is larger.
 
-    Matrices with few rows take together as long as one. They have as many groups; of more than 4 bits there can be one alone.
+    Matrices with few rows take together as long as one. They have as many groups; of more than 4 bits it is
+    one alone.
 
     Args:
         parts: matrices `[out, in]`, floating and finite, and their scales `[out, groups]` as they will be stored.
