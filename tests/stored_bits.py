@@ -106,7 +106,7 @@ def save_compressed_tensors(
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, format=form)
     compressor, tensors = BaseCompressor.get_value_from_registry(form), {}
     for name, tensor in load_file(source / FILE).items():
-        if not is_quantized(name):
+        if not is_quantized(name) or tensor.ndim != 2:
             tensors[name] = tensor
             continue
         rows, columns = tensor.shape

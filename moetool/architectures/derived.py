@@ -235,7 +235,9 @@ class _Derivation:
         own = (getattr(module, "top_k", None) for module in (router, *router.modules(), block))
         found = next((value for value in own if isinstance(value, int)), None)
         if found is None:
-            found = whole_number(vars(self.text_config), *TOP_K_KEYS)
+            config = self.text_config
+            declared = (key for key in TOP_K_KEYS if hasattr(type(config), key))  # others are there, and not read
+            found = whole_number(vars(config), *declared, *TOP_K_KEYS)
         if found is None or found < 1:
             raise InvalidInputError("nothing says how many experts a token goes to")
         return found

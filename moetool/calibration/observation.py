@@ -1,5 +1,6 @@
 """Watching experts at work: what each of them is given, computes, and the gradients at its outputs."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from moetool.architectures.trying import takes_weighed_inputs
 from moetool.calibration.held_experts import ExpertRun, HeldExperts, RoutedBatch
 from moetool.calibration.peers import Peers
+from moetool.errors import InvalidInputError
 from moetool.runtime.modules.fused import on_weighed_inputs
 
+SQUARES_ADD_UP = 1e16  # numbers up to this, of any text: fp32 ends at 3e38
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, indices and weights of the top k
 
 
@@ -59,6 +62,32 @@ class Collector:
 
     def reduce(self, peers: Peers) -> None:
         """After a pass: add up what each process has seen of the windows that are its own."""
+
+
+class LargestNumbers(Collector):
+    """Remembers the largest number that experts are given and compute, for a message before moments overflow."""
+
+    def __init__(self) -> None:
+        self._found = list[Tensor]()
+
+    def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
+        bounds = [torch.stack(torch.aminmax(own.detach())).abs().amax().float() for own in (inputs, work.activation)]
+        self._found = [torch.stack([*self._found, *bounds]).amax()]  # a tensor: to read it would wait for the card
+
+    def check(self, layer: int) -> None:
+        """Raise `InvalidInputError` if squares of the numbers do not add up in fp32. NaN and infinity are left to what
+        reads the layer's outputs."""
+        largest = max((found.item() for found in self._found), default=0.0)
+        if SQUARES_ADD_UP < largest < math.inf:
+            raise too_large(f"Experts of layer {layer} are given or compute numbers up to {largest:.1e}")
+
+
+def too_large(what: str) -> InvalidInputError:
+    """Make the error for numbers whose second moments overflow; `what` says where they are."""
+    return InvalidInputError(
+        f"{what} on the calibration text, whose squares fp32 cannot add up. Weights are damaged or scaled there: take "
+        "another copy of the model."
+    )
 
 
 def observe(

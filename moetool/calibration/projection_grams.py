@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moetool.calibration.observation import too_large
 from moetool.calibration.peers import Peers
 from moetool.calibration.sweep import Sweep
 from moetool.numerics.halved_gram import HalvedGram
@@ -16,9 +17,9 @@ class ProjectionGrams:
     """Gram matrices of the inputs of linear modules, one for all modules that are given the same tensor, shrunk where
     the text tells little."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], sweep: Sweep, device: torch.device) -> None:
-        """Watch `modules` while the windows of a sweep pass."""
-        self._modules, self._device = modules, device
+    def __init__(self, layer: int, modules: Mapping[str, nn.Module], sweep: Sweep, device: torch.device) -> None:
+        """Watch `modules` of a layer, by their paths, while the windows of a sweep pass."""
+        self._layer, self._modules, self._device = layer, modules, device
         self._length, self._first = sweep.length, sweep.own.start
         self._owner: dict[str, str] = {}
         self._grams: dict[str, HalvedGram] = {}
@@ -50,8 +51,11 @@ class ProjectionGrams:
         return found
 
     def __getitem__(self, path: str) -> Tensor:
-        """`[in, in]`, of a module's inputs."""
-        return self._grams[self._owner[path]].matrix()
+        """`[in, in]`, of a module's inputs. Raises `InvalidInputError` where it overflows."""
+        gram = self._grams[self._owner[path]].matrix()
+        if not bool(gram.sum().isfinite()):
+            raise too_large(f"Layer {self._layer} gives {path} numbers")
+        return gram
 
     def _new(self, size: int) -> HalvedGram:
         return HalvedGram(size, self._length, self._first, self._device)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import batch_size
 from moetool.calibration.labels import drawn_labels
-from moetool.calibration.observation import Collector, observed
+from moetool.calibration.observation import Collector, LargestNumbers, observed
 from moetool.calibration.peers import Peers
 from moetool.calibration.recorded import Recorded, Tick, spread
 from moetool.errors import InvalidInputError
@@ -142,16 +142,19 @@ class Sweep:
 
     def forward(self, index: int, layer: nn.Module, collectors: Sequence[Collector] = (), *, keep: bool = True) -> None:
         """Run one loaded layer on its boundary; write the next boundary if `keep`."""
-        native = self._experts(index, layer)
+        native, largest = self._experts(index, layer), LargestNumbers()
+        seeing = (largest, *collectors) if collectors else ()
         if native is not None and len(self.model.working_sets) > 1:
-            return self._forward_in_sets(index, layer, native, collectors, keep=keep)
-        with torch.no_grad(), _watched(native, self.length, collectors):
+            self._forward_in_sets(index, layer, native, seeing, keep=keep)
+            return largest.check(index)
+        with torch.no_grad(), _watched(native, self.length, seeing):
             outputs = (self._run(index, layer, start, stop) for start, stop in self._batches())
             if keep:
                 self._write(self.hidden(index + 1), _finite(outputs, index))
             else:
                 for _ in outputs:
                     pass
+        largest.check(index)
         self._reduce(collectors)
 
     def _reduce(self, collectors: Sequence[Collector]) -> None:

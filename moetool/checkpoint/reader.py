@@ -26,6 +26,7 @@ from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_
 from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales
 from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
+from moetool.format.entry import with_usual_entry
 from moetool.format.marker import moetool_entry, without_stored
 from moetool.format.validation import check_config, check_headers, check_settings, is_known
 
@@ -318,8 +319,10 @@ class Checkpoint:
 
 
 def read_config(path: Path) -> tuple[bytes, dict[str, object]]:
-    """`config.json` of a checkpoint's directory, as bytes and parsed, checked. Raises `InvalidInputError`."""
-    content, config = read_object(path / CONFIG, lambda: without_config(path))
+    """`config.json` of a checkpoint's directory, as bytes and parsed, checked; what another tool says of its format is
+    moved to where it is usual. Raises `InvalidInputError`."""
+    content, found = read_object(path / CONFIG, lambda: without_config(path))
+    config = with_usual_entry(found)
     check_config(config, path / CONFIG)
     if is_known(config):
         check_settings(settings_of(config, path), config, path / CONFIG)

@@ -55,8 +55,12 @@ COMMAND_GROUPS: dict[str, tuple[str, ...]] = {
 def commands() -> dict[str, tuple[str, str]]:
     """`COMMANDS`, and behind these the other files of `compress/stages`: each is a stage that is called as it is, and
     the first line of its docstring is that of the help. Nothing is imported for it."""
-    files = {info.name.replace("_", "-"): info.name for info in pkgutil.iter_modules(stages.__path__)}
-    return COMMANDS | {name: ("stage", _docstring(file)) for name, file in files.items() if name not in COMMANDS}
+    return COMMANDS | {name: ("stage", _docstring(file)) for name, file in steps().items() if name not in COMMANDS}
+
+
+def steps() -> dict[str, str]:
+    """The files of `compress/stages`, by the names of their commands: steps, several of which compress a model."""
+    return {info.name.replace("_", "-"): info.name for info in pkgutil.iter_modules(stages.__path__)}
 
 
 def _docstring(file: str) -> str:

@@ -7,11 +7,14 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from moetool.calibration.data import BUNDLED, parse_data
+from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.names import has_vocabulary
-from moetool.checkpoint.source import model_name
+from moetool.checkpoint.source import is_here, looks_local, model_name
+from moetool.cli.names import steps
 from moetool.format.gguf.words import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
@@ -58,13 +61,22 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):
         windows = ("--sequence-length", str(typed)) if (typed := _typed_length(options)) else ()
-        original = getattr(options, "to", given)  # repair's
+        original = getattr(options, "to", None) or _original(made, given)  # repair's own, or that of all steps
         seen = line("eval", made, "--data", text, *windows, "--against", original)
         return f"{seen}    # text of its calibration: it may lose more on other text"
-    if command == "compress":
-        seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", given)
+    if command == "compress" or command in steps():
+        seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", _original(made, given))
         return f"{seen}    # what it lost, by kind of text; on other text it may lose more"
     return line("generate", made, PROMPT)
+
+
+def _original(made: str, given: str) -> str:
+    """What the first of the steps read that in a row led to a model, if it is still there; else the last one's
+    input."""
+    manifest = manifest_of(Path(made))
+    origins = () if manifest is None else manifest.origins
+    chain = [origin.source for origin in takewhile(lambda origin: origin.stage in steps(), origins)]
+    return chain[-1] if chain and (is_here(chain[-1]) or not looks_local(chain[-1])) else given
 
 
 def _typed_length(options: Options | None) -> int | None:

@@ -1,10 +1,12 @@
 """Presets: sets of options in YAML files, one per subject; some come along, and users write their own."""
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from pathlib import Path
 from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
 from typing import Any, TypeGuard
 
+from moetool.checkpoint.source import is_here, looks_local
 from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
@@ -75,6 +77,50 @@ def preset_options(preset: str | None, command: str, method: str | None) -> dict
     return {name.replace("-", "_"): value for name, value in chosen.items()}
 
 
+def explaining_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command with an option `preset`: where it fails over a file that the preset names and that is not there,
+    the error says from where a preset's paths are taken, and which file beside the preset may be meant."""
+
+    @wraps(command)
+    def wrapper(*, preset: str | None = None, **arguments: object) -> None:
+        try:
+            command(preset=preset, **arguments)
+        except (UsageError, InvalidInputError) as error:
+            if preset is None or not (note := _about_paths(preset, str(error))):
+                raise
+            raise type(error)(f"{error} {note}") from error
+
+    return wrapper
+
+
+def _about_paths(preset: str, said: str) -> str:
+    """What to add to an error that names a file of a preset which is not there; nothing to any other."""
+    file, _, content = _load(preset)
+    if not isinstance(content, dict):
+        return ""
+    for name in _names_in(content):
+        beside = str(Path(file).parent / name)
+        if name not in said or is_here(name):
+            continue
+        if is_here(beside):
+            return f"A preset's paths are taken from where the command is typed. {beside} is there."
+        if looks_local(name) or Path(name).suffix:
+            return "A preset's paths are taken from where the command is typed."
+    return ""
+
+
+def _names_in(content: dict[str, Any]) -> Iterator[str]:
+    """Every name of a file or model that the options of a preset and of its variants may hold, without the parts and
+    weights of texts (`text.jsonl:::said@2,other.txt`)."""
+    variants = content.get("variants")
+    parts = [content.get("options"), *(variants.values() if isinstance(variants, dict) else ())]
+    for value in (value for part in parts if isinstance(part, dict) for value in part.values()):
+        for one in value if isinstance(value, list) else [value]:
+            texts = [text for text in (one.values() if isinstance(one, dict) else [one]) if isinstance(text, str)]
+            names = (name.partition("@")[0].partition(":")[0].strip() for text in texts for name in text.split(","))
+            yield from filter(None, names)
+
+
 def _is_options(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
@@ -93,7 +139,7 @@ def _load(preset: str) -> tuple[str, str, Any]:
     file, _, variant = reference.rpartition(":") if ":" in Path(reference).name else (reference, "", "")
     path = Path(file)
     if path.suffix not in (".yaml", ".yml") and not path.exists():
-        hint = did_you_mean(preset, presets()) or f" There are {', '.join(presets())}."
+        hint = did_you_mean(preset, presets())
         raise UsageError(
             f"No preset is called '{preset}' (`moetool list presets` shows all); a file's name ends in .yaml.{hint}"
         )

@@ -10,6 +10,29 @@ from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry, version_of
 
+_OLD = "compression_config"
+
+
+def with_usual_entry(config: Mapping[str, object]) -> dict[str, object]:
+    """A `config.json` with what another tool says of the weights' format under `quantization_config`, where all say it
+    today: llm-compressor called it `compression_config` in 2024, and some models that see have it in `text_config`."""
+    moved = {key: value for key, value in config.items() if key != _OLD}
+    found = config.get("quantization_config") or _compressed(config.get(_OLD))
+    if isinstance(text := config.get("text_config"), Mapping):
+        moved["text_config"] = {key: value for key, value in text.items() if key not in (_OLD, "quantization_config")}
+        found = found or text.get("quantization_config") or _compressed(text.get(_OLD))
+    return {**moved, "quantization_config": found} if found else moved
+
+
+def _compressed(entry: object) -> dict[str, object] | None:
+    """The `quantization_config` that a `compression_config` stands for; `None` where it says that weights are as they
+    were."""
+    if not isinstance(entry, Mapping):
+        return None
+    sparsity = entry.get("sparsity_config")
+    is_sparse = isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense"
+    return {"quant_method": "compressed-tensors", **entry} if entry.get("config_groups") or is_sparse else None
+
 
 def is_quantized_elsewhere(config: Mapping[str, object]) -> bool:
     """Whether weights are in a format that is not moetool's, by another tool or an export."""

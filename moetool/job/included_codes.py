@@ -49,7 +49,7 @@ class IncludedCodes:
         prefix = self._job.source.architecture.layer_prefix(layer)
         names = [name for name in self._job.source.included if name.startswith(prefix)]
         modules = {name: module.get_submodule(name.removeprefix(prefix)) for name in names}
-        grams = ProjectionGrams(modules, self._sweep, self._job.device)
+        grams = ProjectionGrams(layer, modules, self._sweep, self._job.device)
         with grams.watching():
             self._sweep.forward(layer, module)
         if not names:

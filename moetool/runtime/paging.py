@@ -17,9 +17,10 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.errors import InvalidInputError, ResourceError, UsageError
 from moetool.runtime.memory import total_bytes
 from moetool.runtime.modules.experts import SharedBaseExperts
@@ -90,7 +91,7 @@ class PagedExperts:
             self.read_bytes += coming
 
 
-def page_experts(model: "PreTrainedModel", memory: int | None = None) -> PagedExperts:
+def page_experts(model: "PreTrainedModel", memory: int | str | None = None) -> PagedExperts:
     """Page the experts of a compressed model that was loaded on the processor, in the dtype that it is stored in.
 
     For inference: what is written into paged tensors afterwards is lost. A file may be removed or replaced meanwhile,
@@ -98,15 +99,17 @@ def page_experts(model: "PreTrainedModel", memory: int | None = None) -> PagedEx
 
     Args:
         model: as `from_pretrained` gives it.
-        memory: bytes that this process may have in memory; by default 80 % of the machine's.
+        memory: bytes that this process may have in memory, as a number or in words (`"8GB"`); by default 80 % of the
+            machine's.
 
     Raises:
-        UsageError: this is not Linux.
+        UsageError: this is not Linux, or `memory` is no size.
         InvalidInputError: the model's experts are no parts of mapped files.
         ResourceError: one layer's experts do not fit beside all else.
     """
     if sys.platform != "linux":
         raise UsageError(f"Experts are paged on Linux, not on {sys.platform}.")
+    allowed = _allowed(memory)
     layers = [module for module in model.modules() if isinstance(module, SharedBaseExperts)]
     areas, spans, paged = _mapped_files(), dict[OneExpert, Sequence[Pages]](), set[int]()
     for layer, module in enumerate(layers):
@@ -122,10 +125,21 @@ def page_experts(model: "PreTrainedModel", memory: int | None = None) -> PagedEx
             "in the dtype that it is stored in; all others are put together in memory."
         )
     others = {own.data_ptr(): own for own in _tensors(model) if own.data_ptr() not in paged and _lies_in(own, areas)}
-    pager = PagedExperts(spans, _pages(others.values()), round(_SHARE * total_bytes()) if memory is None else memory)
+    pager = PagedExperts(spans, _pages(others.values()), allowed)
     for layer, module in enumerate(layers):
         module.register_forward_pre_hook(_hook(pager, layer, module.num_experts), with_kwargs=True)
     return pager
+
+
+def _allowed(memory: int | str | None) -> int:
+    if memory is None:
+        return round(_SHARE * total_bytes())
+    try:
+        return TypeAdapter(ByteSize).validate_python(memory)
+    except ValidationError as error:
+        raise UsageError(
+            f"memory={memory!r} is not a size: give bytes, or a text such as '8GB' or '500MiB'."
+        ) from error
 
 
 def _hook(pager: PagedExperts, layer: int, experts: int) -> Any:

@@ -59,6 +59,12 @@ def config_of(family: str) -> dict[str, Any]:
     return {"model_type": family, **families.COMMON, **own}
 
 
+def test_experts_per_token_are_those_that_transformers_reads() -> None:
+    """Another key that says something else is kept in its config, and no module reads it."""
+    config = {**config_of("gemma4_text"), "num_experts_per_tok": 4}
+    assert find_architecture(settings_of(config, Path())).shape.top_k == 2
+
+
 @pytest.mark.parametrize("family", FROZEN)
 def test_what_is_derived(family: str) -> None:
     found = derive(config_of(family))

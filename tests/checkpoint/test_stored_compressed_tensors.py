@@ -1,12 +1,14 @@
 """Checkpoints of compressed-tensors, read as that library decompresses them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from checkpoints import change_config
+from around_dense import build_around
+from checkpoints import change_config, copy_of
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -128,6 +130,38 @@ def test_bits_are_those_of_transformers(source: Path, tmp_path: Path, name: str)
 def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     form, weights = SCHEMES["int4 groups"]
     return save_compressed_tensors(source, tmp_path_factory.mktemp("packed") / "model", form, weights)[0]
+
+
+def test_an_entry_under_its_name_of_2024(packed: Path, tmp_path: Path) -> None:
+    entry, shown = {**config_entry(packed), "sparsity_config": {"format": "dense"}}, Checkpoint.open(packed)
+    del entry["quant_method"]
+    path = copy_of(packed, tmp_path / "model")
+    change_config(path, quantization_config=None, compression_config=entry)
+    found = Checkpoint.open(path)
+    assert found.config == shown.config
+    assert found.stored_as == shown.stored_as
+    assert found.read(UP).equal(shown.read(UP))
+    change_config(path, compression_config={"sparsity_config": {"format": "sparse-bitmask"}})
+    with pytest.raises(InvalidInputError, match="its weights have a sparsity_config, which moetool does not decode"):
+        Checkpoint.open(path)
+
+
+def test_a_compression_config_of_weights_as_they_were(source: Path, tmp_path: Path) -> None:
+    path = copy_of(source, tmp_path / "model")
+    change_config(path, compression_config={"sparsity_config": {"format": "dense"}})
+    assert Checkpoint.open(path).config == Checkpoint.open(source).config
+
+
+def test_an_entry_of_the_language_model_within_one_that_sees(save_model: Any, tmp_path: Path) -> None:
+    source = save_model(build_around("llava/llama").to(torch.bfloat16), tmp_path / "source")
+    path, _ = save_compressed_tensors(source, tmp_path / "model", *SCHEMES["int8 rows"])
+    shown = Checkpoint.open(path)
+    config = json.loads((path / "config.json").read_text())
+    text = {**config["text_config"], "quantization_config": config["quantization_config"]}
+    change_config(path, quantization_config=None, text_config=text)
+    found = Checkpoint.open(path)
+    assert found.config == shown.config
+    assert found.stored_as == shown.stored_as == "compressed-tensors (int-quantized with 8 bits)"
 
 
 def part(ending: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moetool.checkpoint.manifest import Manifest, Origin, write_manifest
 from moetool.cli.display import Display, Heartbeat, Pulse
 from moetool.cli.events import EventLog
 from moetool.cli.next_step import PROMPT, after_page, after_stage
@@ -154,6 +155,28 @@ def test_what_comes_next_of_a_result_without_a_text_of_its_own() -> None:
     result = Result(stage="auto", input="in", output="made", seconds=1.0, peak_memory_bytes=1, details=Details())
     said = after_stage("compress", result, CalibrationOptions())
     assert said.partition("    #")[0].endswith("eval made --data bundled --windows 8 --against in")
+
+
+def test_a_chain_of_steps_is_compared_with_what_its_first_one_read(tmp_path: Path) -> None:
+    source, text = tmp_path / "source", tmp_path / "text.txt"
+    source.mkdir()
+    earlier = [Origin(stage="decompose", source=str(source), source_fingerprint="")]
+    earlier.append(Origin(stage="vanilla", source="dense", source_fingerprint=""))
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "tokenizer.json").touch()
+    for stage, options, data in (
+        ("prune-base", RunOptions(), "bundled --windows 8"),
+        ("svd-compress", CalibrationOptions(calibration=str(text)), str(text)),
+    ):
+        recipe = {"stage": stage}
+        noted = Manifest(source="in", source_fingerprint="", recipe=recipe, seed=0, lineage=tuple(earlier))
+        write_manifest(made, noted)
+        result = Result(stage=stage, input="in", output=str(made), seconds=1.0, peak_memory_bytes=1, details=Details())
+        said = after_stage(stage, result, options).partition("    #")[0]
+        assert said.endswith(f"eval {made} --data {data} --against {source}")
+    source.rmdir()
+    assert after_stage(stage, result, options).partition("    #")[0].endswith("--against in")
 
 
 def test_a_result_of_short_windows_is_evaluated_on_such() -> None:

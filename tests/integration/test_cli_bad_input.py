@@ -1,6 +1,7 @@
 """Input that cannot be used: every mistake has its exit code, says what to do about it, and leaves nothing behind."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,30 @@ def test_weights_that_are_no_numbers(run_cli, tiny_mixtral, calibration, tmp_pat
         assert "NaN" in last
         assert not {path.name for path in tmp_path.glob(f"{command}/*")} - {".moetool"}, command
         assert run_cli("inspect", tmp_path / command).code == 3
+
+
+def test_numbers_whose_squares_overflow(run_cli, tiny_mixtral, dense, calibration, tmp_path):
+    """They are finite, and so is what comes of them: the layer is named before its moments are used."""
+
+    def scale(entering: str, leaving: str) -> Callable[[dict[str, Any]], None]:
+        def change(tensors: dict[str, Any]) -> None:
+            tensors[f"model.layers.1.{entering}.weight"] *= 1e21
+            tensors[f"model.layers.1.{leaving}.weight"] *= 1e-21
+
+        return change
+
+    mixture = copy_of(tiny_mixtral, tmp_path / "mixture")
+    llama = copy_of(dense("llama", hidden_size=64, intermediate_size=64), tmp_path / "llama")
+    change_tensors(mixture, scale("block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.0.w2"))
+    change_tensors(llama, scale("mlp.up_proj", "mlp.down_proj"))
+    for words, said in (
+        (("compress", mixture, "--method", "quantize", "--bits", 4), r"Experts of layer 1 .* numbers up to \d.*e\+2"),
+        (("compress", mixture, "--method", "d2moe", "--ratio", 0.3), r"Experts of layer 1 .* numbers up to \d.*e\+2"),
+        (("export", llama, "--format", "gguf", "--type", "q4_0"), "Layer 1 gives mlp.down_proj numbers"),
+    ):
+        result = run_cli(*words[:2], tmp_path / "out", *words[2:], *calibration, "--overwrite")
+        assert result.code == 3, result.stderr
+        assert re.search(f"error: {said}.* whose squares fp32 cannot add up", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("command", [("decompose",), ("compress", "--method", "ders-quantize")])

@@ -796,3 +796,9 @@ def test_routing_is_drawn(run_cli: Any, llama: Path, moefy: Any, tiny_text: Path
     refused = run_cli(*arguments, "--plot", tmp_path / "shares.jpeg2")
     assert refused.code == 2
     assert ".png, .svg, .pdf" in refused.stderr
+
+
+def test_what_to_export_in_its_place(run_cli: Any, llama: Path, moefy: Any, tmp_path: Path) -> None:
+    result = run_cli("export", moefy(llama, *FOUR).path, tmp_path / "out", "--format", "gguf")
+    assert result.code == 3
+    assert f"does not know them. Export the dense model that it was made of ({llama})" in result.stderr

@@ -74,6 +74,33 @@ def test_the_manifest_says_what_was_done(made, preset):
     assert manifest["seed"] == 3
 
 
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_paths_are_taken_from_where_one_types(run_cli, tiny_mixtral, calibration, tmp_path, monkeypatch, is_beside):
+    (tmp_path / "presets").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text, beside = Path(calibration[1]), tmp_path / "presets" / "texts" / "a.txt"
+    if is_beside:
+        beside.parent.mkdir()
+        beside.write_bytes(text.read_bytes())
+    path = tmp_path / "presets" / "own.yaml"
+    path.write_text("{command: compress, method: hybrid, options: {ratio: 0.3, calibration: texts/a.txt@2}}")
+    words = ("compress", tiny_mixtral, "out", "--preset", path, "--dry-run")
+    result, said = run_cli(*words), "texts/a.txt. A preset's paths are taken from where the command is typed."
+    assert result.code == 3
+    assert said in result.stderr
+    assert (f" {beside} is there." in result.stderr) == is_beside
+    assert "A preset's" not in run_cli(*words, "--calibration", "other.txt").stderr
+    assert "A preset's" not in run_cli("compress", "no/such/model", *words[2:]).stderr
+
+
+def test_a_preset_that_is_not_there(run_cli, tiny_mixtral, tmp_path):
+    near, far = (run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", name) for name in ("hybrid-4", "xyz"))
+    assert (near.code, far.code) == (2, 2)
+    assert "`moetool list presets` shows all" in far.stderr
+    assert len(far.stderr) < 200
+    assert "Did you mean" in near.stderr
+
+
 def test_presets_of_other_commands(run_cli, tiny_mixtral, tmp_path):
     path = tmp_path / "base.yaml"
     path.write_text("command: fisher-merge\noptions: {merge: mean}\n")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import moetool
 from moetool.architectures import MoEShape
 from moetool.checkpoint.sizes import format_bytes
-from moetool.errors import InvalidInputError, ResourceError
+from moetool.errors import InvalidInputError, ResourceError, UsageError
 from moetool.format.entry import format_entry
 from moetool.quiet import quiet
 from moetool.runtime.cache_name import CACHE, cache_of
@@ -134,6 +134,13 @@ def test_one_layer_has_to_fit(large: Path) -> None:
     ) as told:
         moetool.page_experts(model, 10**6)
     assert "or more." in str(told.value)
+
+
+def test_memory_is_a_size_as_commands_take_it(large: Path) -> None:
+    assert moetool.page_experts(loaded(large), "100GB").memory == 100 * 10**9
+    for wrong in ("much", 0, 0.5):
+        with pytest.raises(UsageError, match=r"is not a size: give bytes, or a text such as '8GB'"):
+            moetool.page_experts(loaded(large), wrong)
 
 
 def test_weights_that_were_changed_are_not_let_go_of(large: Path) -> None:

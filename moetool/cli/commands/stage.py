@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,13 +20,10 @@ from moetool.cli.display import Display, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.cli.generate import build_options, make_command
 from moetool.cli.jobs import print_plan, print_result
-from moetool.cli.presets import preset_options
+from moetool.cli.presets import explaining_paths, preset_options
 from moetool.errors import UsageError
 from moetool.job.processes import is_first_process
 from moetool.job.result import Json
-
-if TYPE_CHECKING:
-    pass
 
 _REPAIR_HELP = (
     "Afterwards train the result for N steps to predict what INPUT predicts, at the same size (see `moetool repair`)."
@@ -136,7 +133,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     form = own if methods else ""
     summary = summary_of(name, words, own, stage.summary) if methods else None
-    return make_command(name, command, stage.options_type, *more, form=form, summary=summary)
+    return make_command(name, explaining_paths(command), stage.options_type, *more, form=form, summary=summary)
 
 
 def _jobs(repair: object) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

@@ -90,7 +90,8 @@ class CodedLayers:
             path: [name for name in names if name in self._tensors] for path, names in source.projections(layer).items()
         }
         named = {path: names for path, names in named.items() if names}
-        grams = ProjectionGrams({path: module.get_submodule(path) for path in named}, self._sweep, job.device)
+        projections = {path: module.get_submodule(path) for path in named}
+        grams = ProjectionGrams(layer, projections, self._sweep, job.device)
         in_turn = self._ends is not None
         experts = grams_of_experts(source, layer, job.device, slopes=SlopeSamples() if in_turn else None)
         with grams.watching():

@@ -16,6 +16,7 @@ from moetool.architectures.base import Settings
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
@@ -40,6 +41,7 @@ from moetool.format.gguf.words import (
     place,
 )
 from moetool.format.kinds import custom_module
+from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.runtime.dense import DenseModel
 
 _COMPUTED = re.compile(
@@ -59,7 +61,7 @@ class GgufSource(GgufFacts):
         if (spec := custom_module(config)) is not None:
             raise InvalidInputError(
                 f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): llama.cpp "
-                "does not know them."
+                f"does not know them.{_instead(checkpoint) if isinstance(spec, MoefiedSpec) else ''}"
             )
         text = model_config(config, checkpoint.path).get_text_config()
         family = gguf_family(Settings({**checkpoint.settings, "model_type": text.model_type}))
@@ -284,6 +286,14 @@ class GgufSource(GgufFacts):
                 continue
             roles = by_name(names)[names[role]]
             yield self.checkpoint.read(names[role]).chunk(len(roles))[roles.index(role)]
+
+
+def _instead(checkpoint: Checkpoint) -> str:
+    """What to export in the place of a moefied model: the dense model that it was made of, by its manifest."""
+    manifest = manifest_of(checkpoint.path)
+    origins = () if manifest is None else manifest.origins
+    named = next((f" ({origin.source})" for origin in origins if origin.stage.endswith("moefication")), "")
+    return f" Export the dense model that it was made of{named}: it computes all neurons."
 
 
 def _numbers_in(name: str) -> list[int]:

@@ -164,7 +164,7 @@ def measure_types(
     def visit(layer: int, module: nn.Module) -> None:
         names_of = source.projections(layer)
         projections = {path: module.get_submodule(path) for path in names_of}
-        grams = ProjectionGrams(projections, calibrated.gradient_sweep, job.device)
+        grams = ProjectionGrams(layer, projections, calibrated.gradient_sweep, job.device)
         moments = LayerMoments(source, layer, module, job.device, calibrated.gradient_sweep.length)
         experts = grams_of_experts(source, layer, job.device)
         with grams.watching(), moments.watching():
