@@ -510,7 +510,7 @@ PRESETS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "unknown option": (2, {"options": {"ratoi": 0.3}}, ["ratoi", "ratio"]),
     "bad value": (2, {"options": {"ratio": "much"}}, ["--ratio much"]),
     "of another command": (3, {"command": "export"}, ["moetool export", "compress"]),
-    "of another method": (3, {"method": "magic"}, ["--method magic"]),
+    "of another method": (2, {"method": "magic"}, ["--method magic"]),
     "of no command": (3, {"command": None}, ["`command: compress`"]),
     "no options": (3, {"options": None}, ["options"]),
     "unknown entry": (3, {"optoins": {}}, ["optoins"]),
