@@ -21,13 +21,13 @@ from moetool.numerics.quantization import levels
 _TILE = 1 << 20  # bytes of codes looked up at a time; of three bits, whose table is larger, less than half
 _FEW = 16  # inputs up to which spreading them is faster than looking rows up one by one
 _EIGHT_SIGNS = -0x7F7F7F7F7F7F7F80  # the highest bit of each of eight bytes
-WIDTHS = (1, 2, 3, 4, 8)  # bits of the codes that it knows
+LOOKED_UP_BITS = (1, 2, 3, 4, 8)  # bits of the codes that it knows
 _WIDE = {4: torch.int32, 8: torch.int64, 16: torch.complex128}  # what is as many bytes
 
 
 def can_multiply(bits: int, rows: int, dtype: torch.dtype) -> bool:
     """Whether `coded_product` knows a matrix of so many rows, and inputs of this dtype."""
-    is_known = bits in WIDTHS and rows > 0 and rows % rows_served(bits) == 0
+    is_known = bits in LOOKED_UP_BITS and rows > 0 and rows % rows_served(bits) == 0
     return is_known and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 

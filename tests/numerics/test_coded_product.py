@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moetool.numerics import coded_product as module
-from moetool.numerics.coded_product import WIDTHS, can_multiply, coded_product
+from moetool.numerics.coded_product import LOOKED_UP_BITS, can_multiply, coded_product
 from moetool.numerics.packing import pack
 from moetool.numerics.quantization import dequantize
 
@@ -25,7 +25,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.norm(found.double() - expected) / torch.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", LOOKED_UP_BITS)
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)], ids=str
 )
@@ -44,7 +44,7 @@ def test_is_the_product(
             assert error(found, F.linear(inputs.double(), matrix)) < largest
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", LOOKED_UP_BITS)
 def test_any_group_and_any_place_in_memory(bits: int) -> None:
     """Groups of one or all of a row, and bytes that begin anywhere."""
     codes, _, _ = stored(bits)
