@@ -379,7 +379,7 @@ def test_a_damaged_packed_tensor_is_noticed(run_cli: Any, made: Any, tiny_mixtra
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("--method", "ders-quantize", "--bits", 5), 2, "--bits"),
+        (("--method", "ders-quantize", "--bits", 7), 2, "--bits"),
         (("--method", "ders-quantize", "--bits", 4, "--base-bits", "nf5", *GROUP), 2, "'nf4' or 'int8'"),
         (("--method", "ders-quantize", "--bits", 4, "--group-size", 0), 2, "--group-size"),
         (("--method", "ders-sparsify", "--drop", 1), 2, "--drop"),
