@@ -10,8 +10,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 def first_part(file: Path) -> Path:
     """The file of a model that has its metadata: the first of its parts, or the file itself if that is no part."""
-    found = _PART.fullmatch(file.name)
-    return file if found is None else file.with_name(f"{found[1]}-{1:05d}-of-{found[3]}{found[4]}")
+    return file if (found := _PART.fullmatch(file.name)) is None else _part(file, found, 1)
 
 
 def whole_name(name: str) -> str:
@@ -28,10 +27,15 @@ def parts_of(file: Path) -> tuple[Path, ...]:
     if (found := _PART.fullmatch(file.name)) is None:
         return (file,)
     count = int(found[3])
-    parts = [file.with_name(f"{found[1]}-{number:05d}-of-{found[3]}{found[4]}") for number in range(1, count + 1)]
+    parts = [_part(file, found, number) for number in range(1, count + 1)]
     if missing := [part.name for part in parts if not part.is_file()]:
         raise InvalidInputError(
             f"{file} is one of {count} parts of a model, and {len(missing)} of them are missing: {missing[0]}. "
             "Download all of them into one directory."
         )
     return tuple(parts)
+
+
+def _part(file: Path, found: re.Match[str], number: int) -> Path:
+    """Another part of the model that `file` is one of, by what `_PART` has found in its name."""
+    return file.with_name(f"{found[1]}-{number:05d}-of-{found[3]}{found[4]}")

@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors, by name."""
+        """Shape of every tensor that the headers list, by tensor name."""
         return {name: info.shape for name, info in self.tensors.items()}
 
     @property

@@ -190,7 +190,7 @@ def _against(found: Divergence) -> list[tuple[str, str]]:
 
 
 def same_tokens(found: Divergence | Likeness) -> list[tuple[str, str]]:
-    """How far predictions are from the original's."""
+    """Rows for KL divergence (nats per token) and top-1 agreement (percent of tokens) with the original."""
     return [
         ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
         ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),

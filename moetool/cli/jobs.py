@@ -67,7 +67,7 @@ def print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estim
 
 
 def print_result(result: Result) -> None:
-    """What a job made, and what it took."""
+    """Print the result of a finished job: output path, size, details of its stage, wall time and peak memory."""
     fields = [("output", result.output)]
     if (sizes := result.sizes) is not None:
         fields.append(("size", _size(sizes)))

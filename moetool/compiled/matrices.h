@@ -66,9 +66,8 @@ constexpr int served(Form f) { return bits(f) == 4 && f != NF4 ? 2 : bits(f) && 
 static bool aligned(const Operand& m) {
   if (m.form == SPARSE || m.columns % W) return false;
   if (m.form >= CODES1 && (m.group % W || m.columns % m.group)) return false;  // those of NF4 may go over a row's end
-  const Form form = (Form)m.form;
-  const long stripes = form == NF4 ? 1 : bits(form) == 2 || bits(form) == 6 ? 4 : bits(form) == 4 ? 2 : bits(form) % 2 ? 8 : 1;
-  return m.rows % stripes == 0;
+  const int own = m.form == NF4 ? 0 : bits((Form)m.form);
+  return !own || m.rows % (8 / (own & -own)) == 0;  // the narrowest plane has as many bits as the lowest bit of `own`
 }
 // Codes of 5 and 6 bits: a plane of the lower four, in which two lines have the rows that a call decodes, and one of the
 // bits above these, a line of which has bits of these and, of 5 bits, of the rows that a call decodes `part` further down.
@@ -240,7 +239,7 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
     for (long i = 0; i < length; i++) out[i] = m.form == INT8 ? (int8_t)m.data[first + i] : m.data[first + i] - 127;
   } else {
     const int own = bits((Form)m.form);
-    const vf levels = own > 4 ? vf{} : load(m.levels);
+    const vf levels = is_whole((Form)m.form) ? vf{} : load(m.levels);
     int32_t codes[TILE + W];
     for (long start = 0; start < length; start += TILE) {
       const long part = std::min(TILE, length - start);
@@ -264,7 +263,7 @@ static void unpack(const Operand& m, long row, long column, long length, float* 
         low += width;
       }
       long i = 0;
-      for (; own > 4 && i < part; i++) out[start + i] = codes[i] + lowest((Form)m.form);
+      for (; is_whole((Form)m.form) && i < part; i++) out[start + i] = codes[i] + lowest((Form)m.form);
       for (; i + W <= part; i += W) store(out + start + i, lookup(levels, load_int(codes + i)));
       for (; i < part; i++) out[start + i] = m.levels[codes[i]];
     }

@@ -192,7 +192,7 @@ class EncodedDeltas(Stage[StageOptionsT]):
 
     @abstractmethod
     def _form(self) -> Form:
-        """Form in which deltas are stored."""
+        """Return the function that gives the representation of a delta by layer, expert and role."""
 
     @cached_property
     def _text(self) -> CodingText | None:

@@ -135,7 +135,7 @@ def _few_bits(
     """What codes of 1 to 6 bits stand for, row by row; aligned ones are told apart in words of four columns."""
     IN_TRELLIS: tl.constexpr = FORM >= TRELLIS1
     BITS: tl.constexpr = FORM - 13 if IN_TRELLIS else FORM - 3
-    STRIPES: tl.constexpr = 8 if BITS % 2 else 4 if BITS == 6 else 8 // BITS
+    STRIPES: tl.constexpr = 8 // (BITS & -BITS)  # the narrowest plane has as many bits as the lowest bit of BITS
     LANES: tl.constexpr = 4 if ALIGNED else 1
     height = rows // SERVED
     stripe, row, column = _places(first, SERVED, ROWS, COLUMNS // LANES)

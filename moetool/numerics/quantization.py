@@ -42,7 +42,7 @@ _REFINEMENTS = 2  # rounds of codes for the scale, scale for the codes
 
 
 def is_whole(bits: int) -> bool:
-    """Whether codes of so many bits stand for whole numbers."""
+    """Whether the levels of codes with `bits` bits are consecutive integers, as they are above 4 bits."""
     return bits > max(_NORMAL_LEVELS)
 
 

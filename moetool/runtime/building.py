@@ -123,8 +123,7 @@ def _layer_of(name: str) -> str:
 
 def _part_of(name: str) -> str:
     """The layer that a tensor is in, or outside of layers its module."""
-    layer = _layer_of(name)
-    return name.rpartition(".")[0] if layer == name else layer
+    return _layer_of(name) if _is_layered(name) else name.rpartition(".")[0]
 
 
 def _is_layered(name: str) -> bool:

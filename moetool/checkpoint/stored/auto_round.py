@@ -62,7 +62,7 @@ def _layout(files: QuantizedFiles) -> tuple[StoredFormat, QuantizedFiles]:
 
 
 def _layers(entry: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """What single modules have of their own."""
+    """Settings of single modules (`extra_config`: bits, group size …) that differ from the model's, by module name."""
     given = entry.get("extra_config")
     modules = given.items() if isinstance(given, Mapping) else ()
     return {name: own for name, own in modules if isinstance(own, Mapping)}

@@ -56,7 +56,7 @@ class _Ders(Stage[DersT]):
 
     @abstractmethod
     def _form(self) -> Form:
-        """Form in which deltas are stored."""
+        """Return the function that gives the representation of a delta by layer, expert and role."""
 
     def _base_group(self) -> int:
         """Inputs that share a scale in a quantized base."""

@@ -26,7 +26,7 @@ class Numbered(nn.Module):
     _number: Tensor
 
     def take_number(self) -> None:
-        """Take a number that no other module has."""
+        """Register the module under a number that is unique in this process, and keep it as a CPU tensor."""
         number = next(_NUMBERS)
         _MODULES[number] = self
         with torch.inference_mode(False):
@@ -51,7 +51,7 @@ def refuse_export() -> None:
 
 
 def by_number(number: Tensor) -> Any:
-    """Find the module that took this number."""
+    """Return the living module that is registered under a number. Raises `KeyError` if there is none."""
     return _MODULES[int(number)]
 
 
