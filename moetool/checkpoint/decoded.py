@@ -11,12 +11,14 @@ from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
 from moetool.format.marker import BESIDE, moetool_entry, version_of
-from moetool.representations.quantized import QuantizedMatrix
+from moetool.numerics.packing import unpack_span
+from moetool.numerics.quantization import dequantize
+from moetool.representations.quantized import QuantizedMatrix, check_rows, matrix_shape
 
 
 @dataclass(frozen=True)
 class CodedMatrix(DecodedMatrix):
-    """A matrix `[out, in]` that moetool's codes of 8 bits stand for. `parts` are scales and codes.
+    """A matrix `[out, in]` that moetool's codes stand for. `parts` are scales and codes.
 
     Attributes:
         form: of the codes.
@@ -25,13 +27,10 @@ class CodedMatrix(DecodedMatrix):
     form: QuantizedMatrix
 
     def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
-        (scales, codes), count, columns = self.parts, stop - start, self.shape[1]
-        groups = self.form.tensors((count, columns))["scales"].shape[1]
-        tensors = {
-            "codes": spans(codes, start * columns, (count * columns,)),
-            "scales": spans(scales, start * groups, (count, groups)),
-        }
-        return self.form.decode(tensors, (count, columns), self.dtype)
+        (scales, codes), bits, (rows, columns) = self.parts, self.form.bits, self.shape
+        groups = self.form.tensors((rows, columns))["scales"].shape[1]
+        own = unpack_span(lambda first, size: spans(codes, first, (size,)), bits, (rows, columns), start, stop)
+        return dequantize(own, spans(scales, start * groups, (stop - start, groups)), bits, torch.float32)
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
@@ -73,8 +72,9 @@ def _decoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> Code
         )
     codes, scales = (checkpoint.tensors[name] for name in held.values())
     rows = scales.shape[0] if scales.shape else 0
-    shape = rows, math.prod(codes.shape) // max(1, rows)
+    shape = matrix_shape(form, math.prod(codes.shape), rows)
     try:
+        check_rows(form, rows)
         promised = {tensor: stored.shape for tensor, stored in form.tensors(shape).items()}
     except ValueError as error:
         raise InvalidInputError(f"{codes.name} of {checkpoint.path}: {error}.") from error

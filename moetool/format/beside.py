@@ -11,10 +11,12 @@ from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, moetool_entry
+from moetool.numerics.quantization import BITS, is_whole
 from moetool.representations import parse_representation
-from moetool.representations.quantized import QuantizedMatrix, coded_by_rows
+from moetool.representations.quantized import QuantizedMatrix
 
-WHOLE_BITS, GROUP = 8, 128  # codes of 8 bits lie row by row, so that an embedding's rows can be looked up
+WHOLE_BITS = tuple(bits for bits in BITS if is_whole(bits))  # of codes that an embedding's rows are looked up in
+GROUP = 128
 TENSORS = ("codes", "scales")  # of such a form
 
 
@@ -55,11 +57,11 @@ def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
             raise InvalidInputError(
                 f"quantization_config.{BESIDE} has {name!r}: {architecture.name} has no such attention or embedding."
             )
-        form = coded_by_rows(parse_representation(str(spec)))
-        if form is None:
+        form = parse_representation(str(spec))
+        if not isinstance(form, QuantizedMatrix) or form.bits not in WHOLE_BITS:
+            read = ", ".join(f"'{QuantizedMatrix.kind}:{bits}:GROUP'" for bits in WHOLE_BITS)
             raise InvalidInputError(
-                f"quantization_config.{BESIDE}: {name} is stored as '{spec}'; this moetool reads "
-                f"'{QuantizedMatrix.kind}:{WHOLE_BITS}:GROUP' there."
+                f"quantization_config.{BESIDE}: {name} is stored as '{spec}'; this moetool reads {read} there."
             )
         found[name] = form
     return found

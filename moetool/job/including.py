@@ -1,5 +1,6 @@
 """Quantization of weights beside the experts (`--include`): attention projections, embeddings and the head."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ from moetool.format.beside import (
 )
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.job.job import Input, Job, Source, to_cpu
-from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options
+from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options, bits_of_included
+from moetool.numerics.packing import pack, rows_served, unpack
 from moetool.representations.measured import NOTHING, Measured
-from moetool.representations.quantized import QuantizedMatrix
+from moetool.representations.quantized import WHOLE, QuantizedMatrix
 
 _MUCH = 0.03  # share of a result
 FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
+_LARGEST = 1 << 28  # numbers of a matrix that kernels of cards take in one piece
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,14 +54,14 @@ def including(source: InputT, options: Options) -> InputT:
     if not isinstance(source, Source) or not isinstance(options, IncludeOptions) or not options.include:
         return source
     chosen: dict[str, QuantizedMatrix] = {}
-    for kind in options.include or ():
+    for kind, bits in bits_of_included(options.include).items():
         weights = _weights(source, kind)
         if not weights:
             raise UsageError(
                 f"--include {kind}: this {source.architecture.name} model has nothing of the kind that could be "
                 "quantized. Leave it out."
             )
-        chosen |= _due(source, weights)
+        chosen |= _due(source, weights, bits)
     return replace(source, included=chosen)
 
 
@@ -68,14 +71,15 @@ def bits_left(source: Source, output: int) -> float:
     return max(8 * (output - source.bytes_beside_experts) / source.experts.numbers, 0.0)
 
 
-def including_saves(source: Source) -> dict[str, tuple[int, int]]:
-    """Bytes that matrices of each kind of `INCLUDED` take in the model's dtype, and how many fewer they take in 8 bits.
+def including_saves(source: Source, bits: int = WHOLE) -> dict[str, tuple[int, int]]:
+    """Bytes that matrices of each kind of `INCLUDED` take in the model's dtype, and how many fewer they take in `bits`.
 
     What is quantized already, in the source or by `--include`, does not count.
     """
     found = {}
     for kind in INCLUDED:
-        due = {name: form for name, form in _due(source, _weights(source, kind)).items() if name not in source.included}
+        due = _due(source, _weights(source, kind), bits)
+        due = {name: form for name, form in due.items() if name not in source.included}
         infos = {name: source.checkpoint.tensors[weight_of(name)] for name in due}
         before = sum(info.nbytes for info in infos.values())
         after = sum(due[name].nbytes((info.shape[0], info.shape[1]), info.dtype) for name, info in infos.items())
@@ -117,19 +121,24 @@ def _weights(source: Source, kind: str) -> dict[str, TensorInfo]:
     return {name: info for name, info in found.items() if info is not None and info.dtype in _WIDE}
 
 
-def _due(source: Source, weights: Mapping[str, TensorInfo]) -> dict[str, QuantizedMatrix]:
-    """Forms of those of the matrices that are not in 8 bits or fewer already."""
+def _due(source: Source, weights: Mapping[str, TensorInfo], bits: int) -> dict[str, QuantizedMatrix]:
+    """Forms, with codes of so many `bits` where they can be, of those of the matrices that are not in codes already."""
     done, kept = quantized_beside(source.checkpoint.settings), source.checkpoint.forms if source.keeps_stored else {}
     due = {name: info for name, info in weights.items() if name not in done and weight_of(name) not in kept}
-    return {name: _form(info.shape[1]) for name, info in due.items()}
+    return {name: _form((info.shape[0], info.shape[1]), bits) for name, info in due.items()}
 
 
-def _form(columns: int) -> QuantizedMatrix:
-    """Codes of 8 bits with the largest groups up to 128; a scale per row where only groups of one would fit."""
+def _form(shape: tuple[int, int], bits: int) -> QuantizedMatrix:
+    """Codes of so many `bits` with the largest groups up to 128; a scale per row where only groups of one would fit.
+    Of more bits if rows cannot share bytes, or are too many for kernels of cards to take together."""
+    own = [more for more in WHOLE_BITS if more >= bits]
+    fitting = next(
+        more for more in own if more == WHOLE or (shape[0] % rows_served(more) == 0 and math.prod(shape) < _LARGEST)
+    )
     try:
-        return QuantizedMatrix(WHOLE_BITS, GROUP).fitted((1, columns))
+        return QuantizedMatrix(fitting, GROUP).fitted(shape)
     except ValueError:
-        return QuantizedMatrix(WHOLE_BITS, 0)
+        return QuantizedMatrix(fitting, 0)
 
 
 def included_specs(source: Source, spec: TensorSpec) -> list[TensorSpec]:
@@ -173,7 +182,7 @@ def encoded(
     info = checkpoint.info(weight)
     rows, columns = info.shape
     step = max(1, _BLOCK // columns)
-    parts = []
+    codes, scales = [], []
     for start in range(0, rows, step):
         block = checkpoint.read_rows(weight, start, min(start + step, rows))
         if not is_finite(block):
@@ -181,5 +190,7 @@ def encoded(
                 f"Tensor {weight} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
             )
         block = block if measured.gram is None else block.to(measured.gram.device)
-        parts.append(form.encode(block, info.dtype, measured))
-    return {tensor: to_cpu(torch.cat([part[tensor] for part in parts])) for tensor in TENSORS}
+        made = {tensor: to_cpu(part) for tensor, part in form.encode(block, info.dtype, measured).items()}
+        codes.append(unpack(made["codes"], form.bits, block.numel()))
+        scales.append(made["scales"])
+    return {"codes": pack(torch.cat(codes), form.bits), "scales": torch.cat(scales)}

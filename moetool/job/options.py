@@ -1,5 +1,6 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -11,11 +12,14 @@ from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes
 from moetool.checkpoint.source import is_here
 from moetool.errors import UsageError
+from moetool.format.beside import WHOLE_BITS
+from moetool.representations.quantized import WHOLE
 
 INCLUDED = ("attention", "embeddings")
 INCLUDE_HELP = (
-    "Also store in 8 bits: attention (its projections), embeddings (of tokens, and the head), or both, with a comma. "
-    "--ratio and --size still mean all weight files: what this saves goes to the experts."
+    "Also store in 8 bits: attention (its projections), embeddings (of tokens, and the head), or both, with a comma; "
+    "attention:6 and embeddings:5 in 6 and 5 bits. --ratio and --size still mean all weight files: what this saves "
+    "goes to the experts."
 )
 NO_TEXT = "none"  # as a calibration text, where nothing of that name is on the disk
 TEXTS = (  # as the help says it
@@ -121,6 +125,27 @@ class CalibrationOptions(TextOptions):
     )
 
 
+def bits_of_included(names: Iterable[str]) -> dict[str, int]:
+    """Bits of each kind of matrices beside the experts that is to be quantized, by names such as `attention` (8 bits)
+    or `attention:6`. Raises `ValueError` for other names, and for a kind in two numbers of bits."""
+    found: dict[str, int] = {}
+    for name in names:
+        kind, _, bits = name.partition(":")
+        if kind not in INCLUDED:
+            raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {name!r}")
+        if ":" in name and bits not in map(str, WHOLE_BITS):
+            raise ValueError(f"{kind} can have {', '.join(map(str, WHOLE_BITS))} bits, not {bits!r}")
+        chosen = int(bits) if bits else WHOLE
+        if found.setdefault(kind, chosen) != chosen:
+            raise ValueError(f"{kind} is given twice, in {found[kind]} and in {chosen} bits")
+    return found
+
+
+def names_of_included(bits: Mapping[str, int]) -> tuple[str, ...]:
+    """Inverse of `bits_of_included`, with the kinds in the order of `INCLUDED`."""
+    return tuple(kind if bits[kind] == WHOLE else f"{kind}:{bits[kind]}" for kind in INCLUDED if kind in bits)
+
+
 class IncludeOptions(Options):
     """Option that quantizes weights beside the experts: attention, embeddings, or both."""
 
@@ -131,9 +156,7 @@ class IncludeOptions(Options):
     def _known(cls, include: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if include is None or include == ("none",):
             return None if include is None else ()
-        if wrong := [part for part in include if part not in INCLUDED]:
-            raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {wrong[0]!r}")
-        return tuple(part for part in INCLUDED if part in include)
+        return names_of_included(bits_of_included(include))
 
 
 class KeepOptions(Options):

@@ -231,10 +231,12 @@ class QuantizedBeside(Printed):
 
     Attributes:
         modules: projections of attention, and embeddings.
+        bits: of their codes, each number once, the least first.
         bytes: of their codes and scales.
     """
 
     modules: int
+    bits: Sequence[int]
     bytes: int
 
 

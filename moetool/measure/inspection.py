@@ -110,7 +110,9 @@ def inspect_model(path: str | Path, checkpoint: Checkpoint) -> Inspection | Dens
 def _beside(checkpoint: Checkpoint) -> QuantizedBeside | None:
     names = quantized_tensors(checkpoint) & checkpoint.tensors.keys()
     modules = quantized_beside(checkpoint.settings)
-    return QuantizedBeside(len(modules), sum(checkpoint.tensors[name].nbytes for name in names)) if modules else None
+    bits = sorted({form.bits for form in modules.values()})
+    nbytes = sum(checkpoint.tensors[name].nbytes for name in names)
+    return QuantizedBeside(len(modules), bits, nbytes) if modules else None
 
 
 def _files(checkpoint: Checkpoint, original: int, manifest: Manifest | None) -> Files:

@@ -278,9 +278,10 @@ def _rounded(
 ) -> set[str]:
     """Weights beside the experts that are, or on the way from a source were, stored in codes that the source does not
     have (`--include`)."""
-    kinds = quantizable(architecture)
+    modules_of = quantizable(architecture)
     asked = [(step.chosen or {}).get("include") for step in steps]
-    included = {name for names in asked if isinstance(names, list) for kind in names for name in kinds.get(kind, ())}
+    kinds = {str(name).partition(":")[0] for names in asked if isinstance(names, list) for name in names}
+    included = {module for kind in kinds for module in modules_of.get(kind, ())}
     modules = (included | quantized_beside(checkpoint.settings).keys()) - quantized_beside(original.settings).keys()
     return set(map(weight_of, modules))
 

@@ -6,7 +6,7 @@ any device; neighbours in one byte would be several times slower. Widths that do
 that do, the lowest bits first: 3 bits are a plane of 2 and then a plane of 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -70,6 +70,47 @@ def rows_served(bits: int) -> int:
         ValueError: not 1 <= bits <= 8.
     """
     return max(8 // width for _, width in _planes(bits))
+
+
+def unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int], rows: Tensor) -> Tensor:
+    """Codes `[n, columns]` uint8 of the `rows` `[n]` int64 of a matrix of that `shape`, whose rows are a multiple of
+    `rows_served(bits)`."""
+    lines, found = packed.view(-1, shape[1]), torch.zeros(len(rows), shape[1], dtype=torch.uint8, device=packed.device)
+    for first, length, low, width in _lines(bits, shape[0]):
+        shift = (rows // length * width).to(torch.uint8).unsqueeze(1)
+        found |= (lines.index_select(0, first + rows % length) >> shift & (1 << width) - 1) << low
+    return found
+
+
+def unpack_span(read: Callable[[int, int], Tensor], bits: int, shape: tuple[int, int], start: int, stop: int) -> Tensor:
+    """Codes `[stop - start, columns]` uint8 of consecutive rows of a matrix, whose rows are a multiple of
+    `rows_served(bits)`.
+
+    Args:
+        read: returns so many packed bytes, from a byte on.
+        bits: 1 to 8.
+        shape: of the matrix, `[rows, columns]`.
+        start: first row.
+        stop: row after the last.
+    """
+    columns, found = shape[1], torch.zeros(stop - start, shape[1], dtype=torch.uint8)
+    for first, length, low, width in _lines(bits, shape[0]):
+        for stripe in range(start // length, -(-stop // length)):
+            own = range(max(start, stripe * length), min(stop, (stripe + 1) * length))
+            begin = first + own.start - stripe * length
+            part = read(begin * columns, len(own) * columns).view(len(own), columns)
+            found[own.start - start : own.stop - start] |= (part >> stripe * width & (1 << width) - 1) << low
+    return found
+
+
+def _lines(bits: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of every plane of a matrix with so many rows, in rows of bytes: where it begins and how long it is; the lowest
+    bit of a code that it holds, and how many."""
+    first = 0
+    for low, width in _planes(bits):
+        length = rows * width // 8
+        yield first, length, low, width
+        first += length
 
 
 def _split(packed: Tensor, bits: int, count: int) -> Iterator[tuple[Tensor, int, int]]:

@@ -15,8 +15,8 @@ from moetool.numerics.coded_product import can_multiply, coded_product
 from moetool.numerics.error_feedback import Coded
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs, coded_in_turn
-from moetool.numerics.packing import pack, packed_size, unpack
-from moetool.numerics.quantization import BITS, dequantize, quantize
+from moetool.numerics.packing import pack, packed_size, rows_served, unpack, unpack_rows
+from moetool.numerics.quantization import BITS, dequantize, is_whole, largest, quantize
 from moetool.numerics.row_feedback import RowFeedback
 from moetool.numerics.work import Work
 from moetool.representations.base import Representation, RowPart, Stored, Weight, empty_parameter
@@ -229,9 +229,18 @@ class QuantizedMatrix(Quantized):
         return super(Quantized, cls).describe(forms)
 
 
-def coded_by_rows(form: Representation) -> QuantizedMatrix | None:
-    """The form, if one row of a matrix can be decoded alone: bytes of shorter codes serve rows that are far apart."""
-    return form if isinstance(form, QuantizedMatrix) and form.bits == WHOLE else None
+def check_rows(form: Quantized, rows: int) -> None:
+    """Raise `ValueError` unless single rows of a matrix can be decoded: codes are whole numbers, and where rows share
+    bytes, these have nothing else."""
+    if not is_whole(form.bits):
+        raise ValueError(f"codes of single rows have 5, 6 or 8 bits, not {form.bits}")
+    if rows % (served := rows_served(form.bits)):
+        raise ValueError(f"{served} rows share the bytes of {form.bits} bits, and {rows} is no multiple of that")
+
+
+def matrix_shape(form: Quantized, packed: int, rows: int) -> tuple[int, int]:
+    """Shape `[out, in]` of a matrix with so many `packed` bytes of codes and `rows`, which `check_rows` takes."""
+    return rows, packed * 8 // (form.bits * max(1, rows))
 
 
 class QuantizedWeight(Weight):
@@ -260,14 +269,14 @@ class QuantizedWeight(Weight):
         return dequantize(codes, self.scales, self.bits, dtype)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The rows `[…, in]` of those numbers `[…]`, of 8 bits, whose codes lie row by row.
+        """The rows `[…, in]` of those numbers `[…]`, of a matrix that `check_rows` takes.
 
         Raises:
             IndexError: on a CPU, there is no such row; negative numbers do not count from the end.
         """
         scales = F.embedding(indices, self.scales).unsqueeze(-1)  # […, groups, 1]
-        values = (F.embedding(indices, self.codes.view(self.shape)).to(scales.dtype) - 127).clamp_max(127)
-        groups = self.scales.shape[1]
+        codes, end = unpack_rows(self.codes, self.bits, self.shape, indices.reshape(-1)), largest(self.bits)
+        values, groups = (codes.to(scales.dtype) - end).clamp_max(end), self.scales.shape[1]
         return (values.view(*indices.shape, groups, self.shape[1] // groups) * scales).flatten(-2)
 
     def forward(self, inputs: Tensor, *, transposed: bool = False) -> Tensor:

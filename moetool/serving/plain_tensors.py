@@ -8,13 +8,13 @@ from torch import Tensor
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
 from moetool.format.beside import TENSORS, quantized_beside, quantized_name, weight_of
-from moetool.representations.quantized import QuantizedMatrix
+from moetool.representations.quantized import QuantizedMatrix, matrix_shape
 
 
 def plain_tensors(reader: ExpertReader) -> Iterator[tuple[str, Tensor]]:
     """Read every tensor of a compressed checkpoint but its compressed experts, one at a time, with its name.
 
-    Attention, embeddings and head come as numbers: in fp32 where `--include` has stored them in 8 bits, in the model's
+    Attention, embeddings and head come as numbers: in fp32 where `--include` has stored them in codes, in the model's
     dtype where `--keep-stored` has left them in the bits of another tool. So do shared experts, in fp32 where they are
     stored on the base of the others.
 
@@ -40,5 +40,5 @@ def plain_tensors(reader: ExpertReader) -> Iterator[tuple[str, Tensor]]:
 def _decoded(checkpoint: Checkpoint, weight: str, form: QuantizedMatrix) -> Tensor:
     """The matrix `[out, in]`, fp32, that codes and scales beside a placeholder stand for."""
     tensors = {tensor: checkpoint.read(quantized_name(weight, tensor)) for tensor in TENSORS}
-    rows, dtype = len(tensors["scales"]), checkpoint.tensors[weight].dtype
-    return form.decode(tensors, (rows, tensors["codes"].numel() // rows), dtype)
+    shape = matrix_shape(form, tensors["codes"].numel(), len(tensors["scales"]))
+    return form.decode(tensors, shape, checkpoint.tensors[weight].dtype)

@@ -130,7 +130,8 @@ def _print(result: Inspection | DenseInspection) -> None:
         return
     beside = []
     if (found := result.beside) is not None:
-        said = f"{found.modules} projections and embeddings in 8 bits, {format_bytes(found.bytes)} of these"
+        bits = " and ".join(map(str, found.bits))
+        said = f"{found.modules} projections and embeddings in {bits} bits, {format_bytes(found.bytes)} of these"
         beside = [("beside experts", said)]
     density = []
     if isinstance(masks := result.moe, Masks):

@@ -90,7 +90,7 @@ def _compared(comparison: Comparison) -> str:
     told = []
     if comparison.same_tensors:
         rounded = comparison.rounded_tensors
-        rest = "everything" if not rounded else f"{rounded} matrices are in 8 bits, everything else"
+        rest = "everything" if not rounded else f"{rounded} matrices are in few bits, everything else"
         told.append(f"outside the experts {rest} is bit for bit the same")
     if comparison.stages:
         told.append(f"it was made from that by {', then '.join(reversed(comparison.stages))}")

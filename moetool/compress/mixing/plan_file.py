@@ -11,14 +11,14 @@ from moetool.architectures import MoEShape, Role
 from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError
 from moetool.format.layout import NO_BASE, LayerLayout
-from moetool.job.options import INCLUDED
+from moetool.job.options import INCLUDED, bits_of_included, names_of_included
 from moetool.representations import Representation, parse_representation
 
 _HEAD = """\
 # What each expert is stored as. Edit it and give it to `moetool compress --method auto --plan FILE`.
 # base: what a role's deltas are to, the same for gate and up, or `none`; rotation: a seed, where inputs are rotated;
 # forms: for each the experts that have it. `moetool list representations` names them all.
-# include: what is stored in 8 bits beside the experts, if anything: attention, embeddings, or both.
+# include: what is in 8 bits beside the experts, if anything: attention, embeddings, or both; attention:6 is in 6 bits.
 # A layer that is `stored` stays in the few bits of a quantized input.
 """
 _VERSION = 1
@@ -71,15 +71,18 @@ def read_plan(
 
 
 def read_included(file: Path) -> tuple[str, ...]:
-    """What a plan file stores in 8 bits beside the experts; nothing where it does not say.
+    """What a plan file quantizes beside the experts, as `--include` names it; nothing where it does not say.
 
     Raises:
         InvalidInputError: the file is no plan, or names what cannot be included.
     """
     told = _content(file).get("include", [])
-    if not isinstance(told, list) or [kind for kind in told if kind not in INCLUDED]:
+    if not isinstance(told, list) or [name for name in told if not isinstance(name, str)]:
         raise InvalidInputError(f"{file}: `include` is a list of {' and '.join(INCLUDED)}, not {repr(told)}.")
-    return tuple(kind for kind in INCLUDED if kind in told)
+    try:
+        return names_of_included(bits_of_included(told))
+    except ValueError as error:
+        raise InvalidInputError(f"{file}, `include`: {error}.") from error
 
 
 def _content(file: Path) -> dict[str, Any]:

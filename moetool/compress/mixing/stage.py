@@ -25,7 +25,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.delta_forms import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
-from moetool.compress.mixing.choosing import Choosing, Mix, note_on_including, notes_on, notes_on_size
+from moetool.compress.mixing.choosing import Choosing, Mix, note_on_included, note_on_including, notes_on, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, average_bits
@@ -284,7 +284,7 @@ class MixingStage(Stage[MixingOptionsT]):
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
         if self.source.included:
-            notes.append(f"{' and '.join(self.options.include or ()).capitalize()} are stored in 8 bits, too.")
+            notes.append(note_on_included(self.options.include or ()))
         elif kinds := worth_including(self.source, output.nbytes):
             bits = bits_left(self.source, output.nbytes)
             notes.append(note_on_including(kinds, including_saves(self.source), output.nbytes, bits))

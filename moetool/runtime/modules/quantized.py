@@ -12,7 +12,7 @@ from moetool.format.kinds.base import PLACEHOLDER
 from moetool.kernels.operands import UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
-from moetool.representations.quantized import QuantizedWeight
+from moetool.representations.quantized import WHOLE, QuantizedWeight
 from moetool.runtime.modules.by_number import Numbered, run_rows_by_number
 from moetool.runtime.modules.coded_weight import CodedWeight, Placeholder, placeholder_of
 from moetool.runtime.modules.inference import few_tokens
@@ -248,10 +248,10 @@ class QuantizedLinear(Numbered, QuantizedModule, nn.Linear):  # type: ignore[mis
 
 def _tables(stored: QuantizedWeight) -> list[Table]:
     """The kernels' tables of its rows; empty for what no kernel runs."""
-    whole, columns = stored.operand(), stored.shape[1]
-    step, found = max(1, _MOST // columns), []
-    for codes, scales in zip(stored.codes.view(stored.shape).split(step), stored.scales.split(step), strict=True):
-        shape = len(codes), columns
+    whole, (rows, columns), found = stored.operand(), stored.shape, []
+    step = max(1, _MOST // columns) if stored.bits == WHOLE else rows  # rows that share bytes stay together
+    for codes, scales in zip(stored.codes.split(step * columns), stored.scales.split(step), strict=True):
+        shape = len(scales), columns
         try:
             found.append(Table([((replace(whole, shape=shape, data=codes, scales=scales),),)], shape, [stored]))
         except UnsupportedMatrixError:

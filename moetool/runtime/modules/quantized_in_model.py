@@ -8,7 +8,7 @@ from torch import nn
 from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
-from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight
+from moetool.representations.quantized import QuantizedMatrix, QuantizedWeight, check_rows
 from moetool.runtime.modules.insertion import paths_in
 from moetool.runtime.modules.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedModule
 
@@ -53,6 +53,7 @@ def _quantized(name: str, native: nn.Module, form: QuantizedMatrix) -> Quantized
         raise InvalidInputError(f"quantization_config: {name} is a {type(native).__name__}, which no codes stand for.")
     rows, columns = native.weight.shape
     try:
+        check_rows(form, rows)
         stored = form.build((rows, columns), native.weight.dtype, native.weight.device)
     except ValueError as error:
         raise InvalidInputError(f"quantization_config: {name} cannot be stored as '{form.spec}': {error}.") from error
