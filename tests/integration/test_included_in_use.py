@@ -37,12 +37,18 @@ def saved(model: Any, path: Path) -> Any:
     return load(path)
 
 
-@pytest.fixture(scope="module")
-def included(compress: Any, make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied model whose experts, attention and embeddings are codes of 8 bits."""
+@pytest.fixture(scope="module", params=["attention,embeddings", "attention:6,embeddings:5"])
+def included(
+    request: pytest.FixtureRequest,
+    compress: Any,
+    make_mixtral: Any,
+    save_model: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A tied model whose experts are codes of 8 bits, attention and embeddings of as many or fewer."""
     source = save_model(make_mixtral(tie_word_embeddings=True), tmp_path_factory.mktemp("tied") / "model")
     options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--group-size", 16)
-    path: Path = compress(source, *options, "--include", "attention,embeddings").path
+    path: Path = compress(source, *options, "--include", request.param).path
     return path
 
 

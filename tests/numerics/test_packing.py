@@ -7,7 +7,7 @@ import torch
 
 from moetool.numerics import packing
 from moetool.numerics.index_sets import are_indices, decode_indices, encode_indices, index_sizes
-from moetool.numerics.packing import pack, packed_size, unpack
+from moetool.numerics.packing import pack, packed_size, rows_served, unpack, unpack_rows, unpack_span
 
 LENGTHS = [0, 1, 2, 3, 5, 7, 8, 9, 31, 64, 65, 1000, 1001]
 
@@ -118,3 +118,17 @@ def test_index_sets_out_of_order_are_noticed() -> None:
 )
 def test_indices_are_different_and_below_their_limit(indices: list[int], good: bool) -> None:
     assert are_indices(torch.tensor(indices, dtype=torch.int32), 5) is good
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [1, 5, 16])
+def test_rows_are_unpacked_alone(bits: int, columns: int) -> None:
+    rows = 6 * rows_served(bits)
+    codes = codes_of(rows * columns, bits)
+    packed, matrix = pack(codes, bits), codes.view(rows, columns)
+    wanted = torch.tensor([rows - 1, 0, 5, 5, rows // 2])
+    assert unpack_rows(packed, bits, (rows, columns), wanted).equal(matrix[wanted])
+    for start in range(rows):
+        for stop in range(start, rows + 1):
+            found = unpack_span(lambda first, size: packed[first : first + size], bits, (rows, columns), start, stop)
+            assert found.equal(matrix[start:stop])

@@ -26,7 +26,7 @@ from moetool.runtime.loading import load_model
 from moetool.serving.filling import served_layouts
 from moetool.serving.vllm import register
 
-INCLUDED = ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings")
+INCLUDED = ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings:6")
 GPT = MoEShape(6, 2, 32, 48, biases=ROLES)
 GRANITE = MoEShape(4, 2, 32, 48)
 FAMILIES: dict[str, tuple[dict[str, Any], list[LayerLayout]]] = {
