@@ -91,7 +91,8 @@ def test_rows_that_cannot_share_bytes_have_more_bits(
 
 
 @pytest.mark.parametrize(
-    ("bits", "told"), [(5, "do not make one matrix"), (7, "codes have 1, 2, 3"), (4, "is stored as")]
+    ("bits", "told"),
+    [(5, "has shape [768], config.json promises [640]"), (7, "codes have 1, 2, 3"), (4, "is stored as")],
 )
 def test_a_config_that_does_not_fit_the_codes_is_refused(
     made: Path, run_cli: Any, bits: int, told: str, tmp_path: Path
