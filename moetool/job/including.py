@@ -32,6 +32,8 @@ from moetool.representations.quantized import WHOLE, QuantizedMatrix
 
 _MUCH = 0.03  # share of a result
 FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
+# Bits of all else, and the bits for each number of an expert that these have to leave, or fewer lose less.
+_LEAST_LEFT = {8: 1.75, 6: 1.25, 5: 0.0}
 _LARGEST = 1 << 28  # numbers of a matrix that kernels of cards take in one piece
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,12 +90,20 @@ def including_saves(source: Source, bits: int = WHOLE) -> dict[str, tuple[int, i
     return found
 
 
-def worth_including(source: Source, output: int) -> tuple[str, ...]:
-    """The kinds of `INCLUDED` that a model has, where 8 bits for them save a good part of `output` bytes for experts
+def worth_including(source: Source, output: int) -> dict[str, int]:
+    """Bits for each kind of `INCLUDED` that a model has, where these save a good part of `output` bytes for experts
     that would have few bits otherwise; none else."""
     saves = including_saves(source)
     is_much = sum(saved for _, saved in saves.values()) >= _MUCH * output
-    return tuple(saves) if is_much and bits_left(source, output) < FEW_BITS else ()
+    if not is_much or bits_left(source, output) >= FEW_BITS:
+        return {}
+    bits = next(bits for bits, least in _LEAST_LEFT.items() if _left_with(source, output, bits) >= least)
+    return dict.fromkeys(saves, bits)
+
+
+def _left_with(source: Source, output: int, bits: int) -> float:
+    """Bits that are left for each number of the experts where all kinds of `INCLUDED` are stored in so many `bits`."""
+    return bits_left(source, output + sum(saved for _, saved in including_saves(source, bits).values()))
 
 
 def included_shapes(source: Source) -> list[list[tuple[int, int]]]:

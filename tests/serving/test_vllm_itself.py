@@ -23,8 +23,8 @@ METHODS: dict[str, tuple[object, ...]] = {
     "d2moe": ("--method", "d2moe", "--ratio", 0.3, "--prune-base", 0.2),
     "hybrid": ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16, "--base-bits", "nf4"),
     "quantize": ("--method", "quantize", "--bits", 3, "--group-size", 16, "--rotate"),
-    "ders": ("--method", "ders-quantize", "--bits", 4, "--shared-expert"),
-    "included": ("--method", "quantize", "--bits", 4, "--group-size", 16, "--include", "attention,embeddings"),
+    "ders": ("--method", "ders-quantize", "--bits", 5, "--shared-expert"),
+    "included": ("--method", "quantize", "--bits", 6, "--group-size", 16, "--include", "attention,embeddings:5"),
 }
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ from moetool.format.layout import LayerLayout
 from moetool.job.estimate import estimate
 from moetool.job.including import FEW_BITS, worth_including
 from moetool.job.job import Job, Source
-from moetool.job.options import INCLUDE_HELP, Names, RunOptions
+from moetool.job.options import INCLUDE_HELP, Names, RunOptions, names_of_included
 from moetool.job.plan import Plan, calibration_cost
 from moetool.job.processes import processes
 from moetool.job.result import Json, PhaseTime
@@ -80,8 +80,8 @@ class AutoOptions(MixingOptions):
     save_plan: str | None = Field(None, description="Write what was chosen to this YAML file, which --plan reads.")
     include: Names | None = Field(
         None,
-        description=f"{INCLUDE_HELP} none: neither [default: both where experts would otherwise have fewer "
-        f"than {FEW_BITS:g} bits per number; with --plan what it says].",
+        description=f"{INCLUDE_HELP} none: neither [default: both, in 8, 6 or 5 bits, where experts "
+        f"would otherwise have fewer than {FEW_BITS:g} bits per number; with --plan what it says].",
     )
     merge: Merge = Field("fisher", description="How the shared base is made of the experts.")
     base_bits: BaseBits | None = Field(
@@ -124,7 +124,7 @@ class Auto(MixingStage[AutoOptions]):
             return read_included(local_path(options.plan))
         if options.ratio is None:
             return ()
-        return worth_including(source, round(original_bytes(source) * (1 - options.ratio)))
+        return names_of_included(worth_including(source, round(original_bytes(source) * (1 - options.ratio))))
 
     def schemes(self, delta_bits: float | None, matrix_bits: float | None) -> Sequence[StorageScheme]:
         options, shape = self.options, self.source.experts.shape

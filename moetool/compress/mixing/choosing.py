@@ -13,7 +13,7 @@ from moetool.compress.budget.spending import cheapest, fit
 from moetool.compress.mixing.schemes import Granularity, StorageScheme
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
-from moetool.job.options import bits_of_included
+from moetool.job.options import bits_of_included, names_of_included
 from moetool.job.result import significant
 from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
@@ -246,20 +246,21 @@ def note_on_included(names: Sequence[str]) -> str:
     return f"{said.capitalize()} are stored, too."
 
 
-def note_on_including(kinds: Sequence[str], saves: Mapping[str, tuple[int, int]], output: int, bits: float) -> str:
+def note_on_including(bits: Mapping[str, int], saves: Sequence[tuple[int, int]], output: int, left: float) -> str:
     """A sentence on what `--include` would leave to experts of few bits.
 
     Args:
-        kinds: that would be worth including.
-        saves: bytes that a kind takes, and how many fewer it would take in 8 bits.
+        bits: by the kinds that would be worth including.
+        saves: bytes that each kind takes, and how many fewer it would take in so many bits.
         output: bytes of all weight files.
-        bits: that are left for each number of the experts.
+        left: bits that there are for each number of the experts.
     """
-    taken, saved = (sum(saves[kind][place] for kind in kinds) for place in (0, 1))
+    taken, saved = (sum(own[place] for own in saves) for place in (0, 1))
+    stored = " and ".join(map(str, dict.fromkeys(bits.values())))
     return (
-        f"{' and '.join(kinds).capitalize()} take {format_bytes(taken)} of {format_bytes(output)}, and the experts "
-        f"have {bits:.1f} bits per number: --include {','.join(kinds)} would store these in 8 bits, and leave "
-        f"the experts {format_bytes(saved)} more."
+        f"{' and '.join(bits).capitalize()} take {format_bytes(taken)} of {format_bytes(output)}, and the experts "
+        f"have {left:.1f} bits per number: --include {','.join(names_of_included(bits))} would store these in {stored} "
+        f"bits, and leave the experts {format_bytes(saved)} more."
     )
 
 

@@ -285,9 +285,10 @@ class MixingStage(Stage[MixingOptionsT]):
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
         if self.source.included:
             notes.append(note_on_included(self.options.include or ()))
-        elif kinds := worth_including(self.source, output.nbytes):
-            bits = bits_left(self.source, output.nbytes)
-            notes.append(note_on_including(kinds, including_saves(self.source), output.nbytes, bits))
+        elif bits := worth_including(self.source, output.nbytes):
+            saves = [including_saves(self.source, own)[kind] for kind, own in bits.items()]
+            left = bits_left(self.source, output.nbytes)
+            notes.append(note_on_including(bits, saves, output.nbytes, left))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
             layers_stored = "one layer" if stored == 1 else f"{stored} layers"
             notes.append(f"Experts of {layers_stored} stay as they are stored: that loses nothing, for its bytes.")
