@@ -97,7 +97,8 @@ def test_predictions_are_those_of_transformers(
         [sys.executable, "-c", SERVED, *words], capture_output=True, text=True, env=environment, check=False
     )
     assert told.returncode == 0, told.stderr[-3000:]
-    found, said = json.loads(told.stdout.strip().splitlines()[-1])
+    [answer] = [line for line in told.stdout.splitlines() if line.startswith("[[")]  # processes write lines, too
+    found, said = json.loads(answer)
     model = load(path).float()
     model.generation_config.eos_token_id = None  # which transformers would otherwise forbid, and vLLM ignore
     with torch.no_grad():
