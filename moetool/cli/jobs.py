@@ -81,8 +81,9 @@ def print_result(result: Result) -> None:
         fields += _other_experts(made)
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
         fields += [("note", note) for note in made.notes]
-    if result.stage in _FOR_ENGINES and sizes is not None and 0 < (sizes.bytes_input or 0) < sizes.bytes_after:
-        fields.append(("note", "Larger than its input: exported from the original, as many bytes lose less."))
+    if result.stage in _FOR_ENGINES and sizes is not None and sizes.bytes_input:
+        twice = "The input was compressed already, so its weights are rounded a second time: exported from the original"
+        fields.append(("note", f"{twice}, as many bytes lose less."))
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
@@ -168,8 +169,8 @@ def _loaded(loaded: LoadedLayer, stage: str) -> str:
     if (error := loaded.relative_error) is None:
         return "by transformers: every tensor has the name and shape that it expects"
     if stage == "gguf":
-        worst = f"rounding changes its matrices by {error:.1%} at most (‖Δ‖ / ‖matrix‖)"
-        return f"layer {loaded.layer} of the file, read back, is the source's; {worst}"
+        rounded = f"rounding to its types moved matrices by {error:.1%} at most (‖Δ‖ / ‖matrix‖)"
+        return f"layer {loaded.layer} of the file reads back as it was written; {rounded}"
     within = f"within {error:.1e} of their size" if error else "exactly"
     return f"by transformers: outputs of layer {loaded.layer} are those of the stored weights, {within}"
 

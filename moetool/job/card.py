@@ -169,7 +169,9 @@ def _title(manifest: Manifest) -> str:
     """What a result is, for somebody who does not know moetool: the first source, and what it has become."""
     *before, last = [_OUTCOMES.get(origin.stage, f"after {origin.stage}") for origin in reversed(manifest.origins)]
     kind = (manifest.chosen or {}).get("type")
-    last += f" ({kind.upper()})" if isinstance(kind, str) else ""
+    if isinstance(kind, str):
+        written = {own for said in manifest.layers.values() for own in _types_of(said).values()}
+        last += f" ({kind.upper()})" if kind.lower() in written else f" (types chosen, as large as {kind.upper()})"
     return f"{_code(_public_name(manifest.origins[-1].source))} {', '.join([*before, last])}"
 
 
@@ -186,7 +188,7 @@ def _option(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
-        return " ".join(f"--{flag} {part}" for part in value)
+        return f"--{flag} {','.join(map(str, value))}"
     return f"--{flag} {value if isinstance(value, str | int | float) else json.dumps(value)}"
 
 
@@ -231,9 +233,15 @@ def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, objec
 
 def _types(said: Mapping[str, object]) -> str:
     """Types of a layer's tensors in one line, those in fp32 left out."""
-    types = said["types"]
+    types = _types_of(said).items()
+    return ", ".join(f"{name.removesuffix('.weight')} {kind}" for name, kind in types if kind != "f32")
+
+
+def _types_of(said: Mapping[str, object]) -> Mapping[str, object]:
+    """The GGUF type of each tensor of a layer, by what is said of it; empty for other formats."""
+    types = said.get("types", {})
     assert isinstance(types, Mapping)
-    return ", ".join(f"{name.removesuffix('.weight')} {kind}" for name, kind in types.items() if kind != "f32")
+    return types
 
 
 def _measured(manifest: Manifest) -> Iterator[str]:

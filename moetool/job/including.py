@@ -69,8 +69,10 @@ def including(source: InputT, options: Options) -> InputT:
 
 def bits_left(source: Source, output: int) -> float:
     """Bits for each number of the experts, scales and bases included, in weight files of `output` bytes that hold all
-    else as the source does."""
-    return max(8 * (output - source.bytes_beside_experts) / source.experts.numbers, 0.0)
+    else as a job passes it on."""
+    infos = (source.checkpoint.info(weight_of(module)) for module in source.included)
+    beside = source.bytes_beside_experts - sum(info.nbytes for info in infos) + included_bytes(source)
+    return max(8 * (output - beside) / source.experts.numbers, 0.0)
 
 
 def including_saves(source: Source, bits: int = WHOLE) -> dict[str, tuple[int, int]]:

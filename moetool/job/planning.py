@@ -10,7 +10,7 @@ from moetool.job.blueprint import open_for_planning
 from moetool.job.checks import check_job, check_output, output_directory
 from moetool.job.conditions import Conditions
 from moetool.job.job import Input, Source
-from moetool.job.options import RunOptions
+from moetool.job.options import IncludeOptions, RunOptions, included_in_words
 from moetool.job.own_text import planned
 from moetool.job.plan import Plan
 from moetool.job.records import check_records
@@ -68,6 +68,8 @@ def _told(stage: AnyStage) -> Plan:
     windows = stage.due_windows
     if windows is not None:
         more["texts"] = str(windows)
+    if isinstance(stage.options, IncludeOptions) and stage.options.include:
+        more["beside_experts"] = included_in_words(stage.options.include)
     own, large = plan.details.get("note"), too_large(stage, plan)
     one_kind = ONE_KIND if windows is not None and windows.is_of_one_kind else None
     if notes := [str(note) for note in (own, large, one_kind) if note is not None]:

@@ -13,7 +13,7 @@ from moetool.compress.budget.spending import cheapest, fit
 from moetool.compress.mixing.schemes import Granularity, StorageScheme
 from moetool.format.layout import LayerLayout, base_name, delta_name
 from moetool.job.job import Source
-from moetool.job.options import bits_of_included, names_of_included
+from moetool.job.options import names_of_included
 from moetool.job.result import significant
 from moetool.job.shards import OutputPlan
 from moetool.representations import Representation
@@ -235,15 +235,6 @@ def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
         return ()
     found = f"{1 - output / original:.1%} smaller, more than the {ratio:.1%} that were asked for"
     return [f"It is {found}: every matrix has the largest of the forms on offer."]
-
-
-def note_on_included(names: Sequence[str]) -> str:
-    """A sentence on what was quantized beside the experts, named as `--include` does: `attention`, `attention:6`."""
-    bits = bits_of_included(names)
-    if len(set(bits.values())) == 1:
-        return f"{' and '.join(bits).capitalize()} are stored in {next(iter(bits.values()))} bits, too."
-    said = " and ".join(f"{kind} in {own} bits" for kind, own in bits.items())
-    return f"{said.capitalize()} are stored, too."
 
 
 def note_on_including(bits: Mapping[str, int], saves: Sequence[tuple[int, int]], output: int, left: float) -> str:

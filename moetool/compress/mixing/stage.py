@@ -25,7 +25,7 @@ from moetool.calibration.routed_tokens import RoutedTokens
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.delta_forms import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
-from moetool.compress.mixing.choosing import Choosing, Mix, note_on_included, note_on_including, notes_on, notes_on_size
+from moetool.compress.mixing.choosing import Choosing, Mix, note_on_including, notes_on, notes_on_size
 from moetool.compress.mixing.layers import MixedLayers
 from moetool.compress.mixing.measuring import MixingOptions
 from moetool.compress.mixing.schemes import Granularity, StorageScheme, average_bits
@@ -42,7 +42,7 @@ from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.including import bits_left, included_bytes, included_shapes, including_saves, worth_including
 from moetool.job.job import Job
-from moetool.job.options import CalibrationOptions, IncludeOptions
+from moetool.job.options import CalibrationOptions, IncludeOptions, included_in_words
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
@@ -204,7 +204,7 @@ class MixingStage(Stage[MixingOptionsT]):
 
     def budget_details(self) -> Mapping[str, Json]:
         """Fields of `--dry-run` that say what the budget allows: the smallest size in bytes, and bits per number."""
-        bits = next(iter(self.average_bits.values()))
+        bits = bits_left(self.source, min(self.target, self._choice.largest))
         return {"smallest_possible_bytes": self.smallest, "bits_per_number": round(bits, 2)}
 
     def _check_target(self) -> None:
@@ -284,7 +284,7 @@ class MixingStage(Stage[MixingOptionsT]):
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
         if self.source.included:
-            notes.append(note_on_included(self.options.include or ()))
+            notes.append(f"Beside the experts, {included_in_words(self.options.include or ())}.")
         elif bits := worth_including(self.source, output.nbytes):
             saves = [including_saves(self.source, own)[kind] for kind, own in bits.items()]
             left = bits_left(self.source, output.nbytes)

@@ -37,7 +37,8 @@ class Export(Stage[RunOptions]):
         reader = self.source.experts
         if not reader.layouts and not is_decoded(self.source.checkpoint):
             raise UsageError(
-                f"{self.source.checkpoint.source} is not a moetool checkpoint: it is in its original layout."
+                f"{self.source.checkpoint.source} is not a moetool checkpoint: it is in its original layout. For other "
+                "engines give --format gguf or --format compressed-tensors."
             )
         layouts = {layer: native_layout(reader.shape) for layer in reader.layouts}
         return OutputPlan(self.source, layouts, self.options.shard_size)

@@ -315,7 +315,10 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             ]
             for _, unit in self._units()
         ]
-        writer = self._metadata(max(self._tensors, key=lambda tensor: tensor.numbers).type)
+        numbers = Counter[StoredType]()
+        for tensor in self._tensors:
+            numbers[tensor.type] += tensor.numbers
+        writer = self._metadata(numbers.most_common(1)[0][0])
 
         def note(number: int, digest: str) -> None:
             spent = [] if coded is None else coded.spent(layer_of(units[number][0].name))
