@@ -22,6 +22,7 @@ from moetool.repair.results import RepairResult
 from moetool.stages import stages
 
 PROMPT = "The first thing to do is"
+_WINDOWS = 64  # of a text: enough for two digits
 _TRAINING = 10  # times the weight files' size: memory that training a model in 16 bits takes
 _REPAIRING = 20  # times the weight files' size: memory that training all of a model in 16 bits by copies in fp32 takes
 _RUNNING = 4  # times the weight files' size: memory that running two models in fp32 takes
@@ -62,7 +63,7 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
     if text is not None and command not in ("upcycle", "moefy"):
         windows = ("--sequence-length", str(typed)) if (typed := _typed_length(options)) else ()
         original = getattr(options, "to", None) or _original(made, given)  # repair's own, or that of all steps
-        seen = line("eval", made, "--data", text, *windows, "--against", original)
+        seen = line("eval", made, "--data", text, *windows, "--windows", str(_WINDOWS), "--against", original)
         return f"{seen}    # text of its calibration: it may lose more on other text"
     if command == "compress" or command in steps():
         seen = line("eval", made, "--data", BUNDLED, "--windows", "8", "--against", _original(made, given))

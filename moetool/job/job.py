@@ -52,7 +52,9 @@ class Source:
     """An MoE model.
 
     Attributes:
-        checkpoint, architecture, experts: as it is.
+        checkpoint: its files.
+        architecture: where its parts lie.
+        experts: reader of its experts.
         included: what is to be quantized beside its experts, by module.
         keeps_stored: whether what passes through stays in the bits of another tool's format that it is stored in.
     """
@@ -312,7 +314,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_compute_dtype(name: str, device: torch.device, stored: torch.dtype, *, gradients: bool = False) -> torch.dtype:
-    """`auto` is fp32 on a CPU, where it costs little, and the checkpoint's own dtype on a card.
+    """`auto` is fp32 on a CPU, so that a result does not depend on whether the processor multiplies in bf16, and the
+    checkpoint's own dtype on a card.
 
     Where gradients are taken it is not fp16, whose range they leave on either side: bf16, or fp32 on a card without.
     fp16 that is asked for is used; what then keeps gradients in its range is `Sweep.loss_scale`.

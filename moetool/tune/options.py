@@ -72,8 +72,8 @@ class TuneOptions(RunOptions):
     )
     freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
     lora_rank: int | None = Field(
-        None, ge=1, description="Train low-rank factors on all linear layers that do not change otherwise, and merge "
-        "them at the end."
+        None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
+        "merge them at the end."
     )  # fmt: skip
     lora_alpha: float | None = Field(
         None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."

@@ -225,7 +225,7 @@ def test_a_heart_beats_while_one_unit_takes_long() -> None:
     [
         ("upcycle", "vanilla", "tune 'a model' 'a model-tuned-2' --data 'a text'", None),
         ("moefy", "g-moefication", "repair 'a model' 'a model-repaired' --to in --calibration 'a text'", None),
-        ("compress", "hybrid", f"eval 'a model' --data 'a text' --against in    # {_SEEN}", None),
+        ("compress", "hybrid", f"eval 'a model' --data 'a text' --windows 64 --against in    # {_SEEN}", None),
         ("fisher-merge", "fisher-merge", "decompose in 'a model-decomposed' --base 'a model'", None),
         ("export", "compressed-tensors", "vllm serve 'a model'", "verify 'a model'"),
         (

@@ -61,7 +61,7 @@ class AutoOptions(MixingOptions):
     effort: Literal["fast", "normal", "best"] = Field(
         "normal",
         description="How much time to spend. fast: --samples 32. best: --trellis --refine 120, which loses least and "
-        "is slowest to compress and to run. An option that is typed beside it counts.",
+        "is slowest to compress and to run. These options can also be typed, and then count.",
     )
 
     max_increase: Increase | None = Field(
