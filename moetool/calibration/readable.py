@@ -188,4 +188,4 @@ def left_out_remark(names: Collection[str]) -> str:
     if len(listed) > _NAMED:
         listed = [f"{count} of {kind}" for kind, count in Counter(name.partition("/")[0] for name in names).items()]
     left_out = f"{len(names)} piece{' is' if len(names) == 1 else 's are'} left out"
-    return f"Of the bundled text {left_out}, since this tokenizer splits their words into single bytes: {', '.join(listed)}."
+    return f"Of the bundled text {left_out}, since this tokenizer splits their words into bytes: {', '.join(listed)}."

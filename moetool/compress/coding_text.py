@@ -18,6 +18,8 @@ from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import calibration_cost, experts_at_once
 
+NEAREST = "Without a text numbers are rounded to the nearest codes: --calibration bundled takes longer and loses less."
+
 
 @dataclass(frozen=True)
 class CodingText:

@@ -156,7 +156,7 @@ def test_pieces_that_are_cut_into_bytes_are_left_out(
     bundled = BundledWindows({"other": 2, "prose": 2}, tiny_tokenizer, length=8, seed=0)
     assert {kind: len(own) for kind, own in bundled.drawn.items()} == {"other": 0, "prose": 4}
     assert list(bundled.remarks()) == [
-        "Of the bundled text 1 piece is left out, since this tokenizer splits their words into single bytes: other/torn.",
+        "Of the bundled text 1 piece is left out, since this tokenizer splits their words into bytes: other/torn.",
         "Kinds of the bundled text of which it can read nothing: other; others stand in.",
     ]
 

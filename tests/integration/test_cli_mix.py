@@ -135,7 +135,7 @@ def test_a_tokenizer_that_reads_half_of_it(
     monkeypatch.setattr(readable, "readable_text", some)
     made = run_cli(*job)
     assert made.code == 0, made.stderr
-    assert "splits their words into single bytes: languages/russian-pages." in made.stderr
+    assert "splits their words into bytes: languages/russian-pages." in made.stderr
     assert "16 windows: 8 of tiny.txt, 8 of the bundled text in 2 kinds" in made.stderr
     monkeypatch.setattr(readable, "readable_text", lambda kinds, tokenizer: ReadableText({}, ()))
     alone = run_cli(*job, "--overwrite")

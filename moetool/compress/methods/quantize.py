@@ -21,7 +21,7 @@ from moetool.bases.given import base_form
 from moetool.bases.layer_base import LayerBase, no_base
 from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import Ratio
-from moetool.compress.coding_text import CodingText
+from moetool.compress.coding_text import NEAREST, CodingText
 from moetool.compress.delta_encoding import encoding_plan, run_encoding
 from moetool.compress.delta_forms import BaseBits, refuse_compressed
 from moetool.compress.mixing.measuring import MixingOptions
@@ -32,6 +32,7 @@ from moetool.format.layout import NO_BASE, LayerLayout
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
+from moetool.job.result import Json
 from moetool.representations import Representation
 
 Rounding = Literal["nearest", "error-feedback"]
@@ -99,12 +100,15 @@ class Quantize(MixingStage[QuantizeOptions]):
         if self._is_mixed:
             return super().plan()
         refuse_compressed(source)
-        return encoding_plan(self.name, source, options, self._uniform(), self._text)
+        note: dict[str, Json] = {"note": NEAREST} if self._wants_text else {}
+        return encoding_plan(self.name, source, options, self._uniform(), self._text, **note)
 
     def run(self, job: Job) -> LayersResult:
         if self._is_mixed:
             return super().run(job)
         reader = self.source.experts
+        if self._wants_text:
+            job.progress.log(NEAREST)
 
         def base(layer: int, weights: Weights) -> LayerBase:
             return no_base(reader.shape, reader.dtype)
@@ -158,6 +162,12 @@ class Quantize(MixingStage[QuantizeOptions]):
         if options.rounding == "nearest" or (options.bits or "").startswith(("nf", "int")):
             return None
         return CodingText.of(self.source, options, in_turn=options.in_turn)
+
+    @property
+    def _wants_text(self) -> bool:
+        """Whether codes are the nearest ones for want of a text alone, and are so few that a text would tell."""
+        options = self.options
+        return options.calibration is None and options.rounding is None and options.bits in ("1", "2", "3", "4")
 
     # A budget, or codes that are refined: everything is measured.
 

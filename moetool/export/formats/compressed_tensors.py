@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
-from moetool.compress.coding_text import CodingText
+from moetool.compress.coding_text import NEAREST, CodingText
 from moetool.compress.encoded_layers import Named, encoded_bytes
 from moetool.costs.building_blocks import (
     ModelSize,
@@ -50,8 +50,6 @@ from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.whole_codes import WHOLE_BITS
 from moetool.numerics.work import Work, altogether
 from moetool.representations.quantized import Quantized
-
-NEAREST = "Without a text numbers are rounded to the nearest codes: --calibration bundled takes longer and loses less."
 
 
 class ExportCompressedTensorsOptions(RunOptions, TextOptions):

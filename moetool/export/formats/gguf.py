@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
 from moetool.checkpoint.sizes import format_bytes
+from moetool.compress.coding_text import NEAREST
 from moetool.costs.building_blocks import (
     ModelSize,
     calibration_backward,
@@ -44,7 +45,7 @@ from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType, NumberType, StoredType
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType, StoredType
 from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
@@ -375,6 +376,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             )
         if odd := self._fallen_back:
             found.append(f"Rows of some tensors are no whole blocks of the type asked for: {odd}.")
+        if self._text is None and not {*self._types} <= {*_REQUANTIZED, "q8_0", MXFP4}:
+            found.append(NEAREST)
         return found
 
     @cached_property
