@@ -11,11 +11,9 @@ from moetool.architectures.base import Settings
 from moetool.errors import InvalidInputError
 from moetool.format.families import architecture_of
 from moetool.format.marker import BESIDE, moetool_entry
-from moetool.numerics.quantization import BITS, is_whole
 from moetool.representations import parse_representation
-from moetool.representations.quantized import QuantizedMatrix
+from moetool.representations.quantized import ROW_BITS, QuantizedMatrix, coded_by_rows
 
-WHOLE_BITS = tuple(bits for bits in BITS if is_whole(bits))  # of codes that an embedding's rows are looked up in
 GROUP = 128
 TENSORS = ("codes", "scales")  # of such a form
 
@@ -57,9 +55,9 @@ def quantized_beside(config: Settings) -> dict[str, QuantizedMatrix]:
             raise InvalidInputError(
                 f"quantization_config.{BESIDE} has {name!r}: {architecture.name} has no such attention or embedding."
             )
-        form = parse_representation(str(spec))
-        if not isinstance(form, QuantizedMatrix) or form.bits not in WHOLE_BITS:
-            read = ", ".join(f"'{QuantizedMatrix.kind}:{bits}:GROUP'" for bits in WHOLE_BITS)
+        form = coded_by_rows(parse_representation(str(spec)))
+        if form is None:
+            read = ", ".join(f"'{QuantizedMatrix.kind}:{bits}:GROUP'" for bits in ROW_BITS)
             raise InvalidInputError(
                 f"quantization_config.{BESIDE}: {name} is stored as '{spec}'; this moetool reads {read} there."
             )

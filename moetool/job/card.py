@@ -171,7 +171,11 @@ def _title(manifest: Manifest) -> str:
     kind = (manifest.chosen or {}).get("type")
     if isinstance(kind, str):
         written = {own for said in manifest.layers.values() for own in _types_of(said).values()}
-        last += f" ({kind.upper()})" if kind.lower() in written else f" (types chosen, as large as {kind.upper()})"
+        last += (
+            f" ({kind.upper()})"
+            if not written or kind.lower() in written
+            else f" (types chosen, as large as {kind.upper()})"
+        )
     return f"{_code(_public_name(manifest.origins[-1].source))} {', '.join([*before, last])}"
 
 

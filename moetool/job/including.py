@@ -17,7 +17,6 @@ from moetool.errors import InvalidInputError, UsageError
 from moetool.format.beside import (
     GROUP,
     TENSORS,
-    WHOLE_BITS,
     quantizable,
     quantized_beside,
     quantized_name,
@@ -28,7 +27,7 @@ from moetool.job.job import Input, Job, Source, to_cpu
 from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options, bits_of_included
 from moetool.numerics.packing import pack, rows_served, unpack
 from moetool.representations.measured import NOTHING, Measured
-from moetool.representations.quantized import WHOLE, QuantizedMatrix
+from moetool.representations.quantized import ROW_BITS, WHOLE, QuantizedMatrix
 
 _MUCH = 0.03  # share of a result
 FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
@@ -143,7 +142,7 @@ def _due(source: Source, weights: Mapping[str, TensorInfo], bits: int) -> dict[s
 def _form(shape: tuple[int, int], bits: int) -> QuantizedMatrix:
     """Codes of so many `bits` with the largest groups up to 128; a scale per row where only groups of one would fit.
     Of more bits if rows cannot share bytes, or are too many for kernels of cards to take together."""
-    own = [more for more in WHOLE_BITS if more >= bits]
+    own = [more for more in ROW_BITS if more >= bits]
     fitting = next(
         more for more in own if more == WHOLE or (shape[0] % rows_served(more) == 0 and math.prod(shape) < _LARGEST)
     )

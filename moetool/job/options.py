@@ -12,8 +12,7 @@ from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes
 from moetool.checkpoint.source import is_here
 from moetool.errors import UsageError
-from moetool.format.beside import WHOLE_BITS
-from moetool.representations.quantized import WHOLE
+from moetool.representations.quantized import ROW_BITS, WHOLE
 
 INCLUDED = ("attention", "embeddings")
 INCLUDE_HELP = (
@@ -133,8 +132,8 @@ def bits_of_included(names: Iterable[str]) -> dict[str, int]:
         kind, _, bits = name.partition(":")
         if kind not in INCLUDED:
             raise ValueError(f"there is {' and '.join(INCLUDED)}, or both with a comma, not {name!r}")
-        if ":" in name and bits not in map(str, WHOLE_BITS):
-            raise ValueError(f"{kind} can have {', '.join(map(str, WHOLE_BITS))} bits, not {bits!r}")
+        if ":" in name and bits not in map(str, ROW_BITS):
+            raise ValueError(f"{kind} can have {', '.join(map(str, ROW_BITS))} bits, not {bits!r}")
         chosen = int(bits) if bits else WHOLE
         if found.setdefault(kind, chosen) != chosen:
             raise ValueError(f"{kind} is given twice, in {found[kind]} and in {chosen} bits")

@@ -26,6 +26,7 @@ from moetool.representations.trainable import Trainable, TrainableCodes
 from moetool.representations.work import coding_in_turn, feeding_back, fitting_scales, nearest_codes, widening_scales
 
 WHOLE = 8  # bits of a code that is a byte
+ROW_BITS = tuple(bits for bits in BITS if is_whole(bits))  # of codes of which single rows can be decoded
 ROW = "row"  # how a spec says that a whole row shares one scale
 
 
@@ -229,11 +230,13 @@ class QuantizedMatrix(Quantized):
         return super(Quantized, cls).describe(forms)
 
 
+def coded_by_rows(form: Representation) -> QuantizedMatrix | None:
+    """The form, if single rows of a matrix in it can be decoded."""
+    return form if isinstance(form, QuantizedMatrix) and form.bits in ROW_BITS else None
+
+
 def check_rows(form: Quantized, rows: int) -> None:
-    """Raise `ValueError` unless single rows of a matrix can be decoded: codes are whole numbers, and where rows share
-    bytes, these have nothing else."""
-    if not is_whole(form.bits):
-        raise ValueError(f"codes of single rows have 5, 6 or 8 bits, not {form.bits}")
+    """Raise `ValueError` unless bytes that rows of a matrix share have codes of whole rows alone."""
     if rows % (served := rows_served(form.bits)):
         raise ValueError(f"{served} rows share the bytes of {form.bits} bits, and {rows} is no multiple of that")
 

@@ -100,7 +100,7 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
     card = model_card(manifest, checkpoint, (checkpoint.config, checkpoint.weight_bytes // 4), has_source_card=True)
     lines = card.splitlines()
     assert "# `owner/dense` after vanilla, fine-tuned, after hybrid" in lines
-    assert "1. `vanilla` of `owner/dense`: `--experts 4 --of a --of b`" in lines
+    assert "1. `vanilla` of `owner/dense`: `--experts 4 --of a,b`" in lines
     assert "2. `tune` of `mixtral`, by an older moetool, which did not note what was chosen" in lines
     assert "3. `hybrid` of `mixtral`: `--ratio 0.75 --calibration my text.txt`" in lines
     assert "Calibrated on `my text.txt`: 8 windows, 256 tokens." in lines

@@ -128,6 +128,7 @@ def _print(result: Inspection | DenseInspection) -> None:
         fields += [("parameters", f"{counts.total:,}"), held, ("taken by", ", ".join(result.commands))]
         print_fields(fields)
         return
+    each = f", {8 * stored.bytes / counts.total:.2f} bits each on average" if stored.files else ""
     beside = []
     if (found := result.beside) is not None:
         bits = " and ".join(map(str, found.bits))
@@ -144,8 +145,7 @@ def _print(result: Inspection | DenseInspection) -> None:
             ("layers", f"{result.layers}, of which {result.moe_layers} with experts"),
             ("experts", f"{result.experts}, top-{result.top_k}, {result.dtype}"),
             ("width", width),
-            ("parameters", f"{counts.total:,} total, {counts.active:,} active, {counts.stored:,} stored"),
-            ("added", f"{counts.added:,} stored beyond one dense FFN per layer, counted in numbers of 16 bits"),
+            ("parameters", f"{counts.total:,} total, {counts.active:,} active{each}"),
             held,
             *beside,
             *density,
