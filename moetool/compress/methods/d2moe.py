@@ -23,7 +23,6 @@ from moetool.compress.factors.writing import (
     factor_memory,
     factor_plan,
     factors_at_once,
-    finish,
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.results import RankedResult
@@ -161,8 +160,7 @@ class D2MoE(Stage[D2MoEOptions]):
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
         calibrated = self._measured(job)
-        factored = FactoredLayers(job, pruning.dynamic, options)
-        found = finish(job, factored, options, self.name, calibrated, options.refine)
+        found = FactoredLayers(job, pruning.dynamic, options).finish(self.name, calibrated, options.refine)
         return replace(found, notes=[*found.notes, _INSTEAD])
 
     def _measured(self, job: Job) -> CalibratedJob:
