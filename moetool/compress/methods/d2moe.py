@@ -12,7 +12,6 @@ from moetool.architectures import Role
 from moetool.bases.choices import BaseCompression, Merge
 from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.bases.pruning import plan_pruning
-from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
 from moetool.compress.delta_forms import refuse_compressed
@@ -171,10 +170,7 @@ class D2MoE(Stage[D2MoEOptions]):
 
         def visit(index: int, layer: nn.Module) -> None:
             has_metric = options.links_outputs or options.refine > 0
-            metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if has_metric else []
-            base = measured_base(calibrated, index, layer, options.merge, metrics).pruned(pruning)
-            if metrics and job.ranks.is_first:
-                metrics[0].save(metric_path(job.work, index))
+            base = measured_base(calibrated, index, layer, options.merge, metric=has_metric).pruned(pruning)
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)
