@@ -48,9 +48,9 @@ class GivenBase(ABC):
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         """Read or make the base of one MoE layer; `weights` gives the matrices of the layer's experts."""
 
-    def statistics(self, layer: int) -> LayerStatistics | None:
-        """Statistics measured while the base was made; `None` where there are none."""
-        return None
+    def statistics(self) -> dict[int, LayerStatistics]:
+        """Statistics measured while the base was made, of the layers where there are some."""
+        return {}
 
     def metrics(self) -> list[Path]:
         """Files that say how errors at the output of each layer's experts count together, where that was measured."""
@@ -111,8 +111,9 @@ class SavedBase(GivenBase):
     def layer(self, layer: int, weights: Weights) -> LayerBase:
         return LayerBase.load(base_path(self._directory, layer))
 
-    def statistics(self, layer: int) -> LayerStatistics | None:
-        return LayerBase.load(base_path(self._directory, layer)).statistics
+    def statistics(self) -> dict[int, LayerStatistics]:
+        found = {layer: LayerBase.load(base_path(self._directory, layer)).statistics for layer in self._layers}
+        return {layer: own for layer, own in found.items() if own is not None}
 
     def metrics(self) -> list[Path]:
         paths = (metric_path(self._directory, layer) for layer in self._layers)

@@ -1,6 +1,6 @@
 """The shared base of each layer and what was measured to make it, as files of the work directory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from moetool.calibration.collectors import (
     RegressionCollector,
     UsageCollector,
 )
-from moetool.calibration.observation import Collector
+from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.calibration.peers import Peers
 from moetool.checkpoint.experts import ExpertReader, Weights
 from moetool.checkpoint.files import save_tensors
@@ -185,33 +185,34 @@ def no_base(shape: MoEShape, dtype: torch.dtype) -> LayerBase:
     return LayerBase(matrices, torch.arange(shape.intermediate), shape.intermediate, None).stored_as(compact)
 
 
-def measured_base(
-    calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, others: Sequence[Collector]
-) -> LayerBase:
-    """Run a loaded layer backwards, measure it, also by `others`, and merge its experts.
+def measured_base(calibrated: CalibratedJob, index: int, layer: nn.Module, method: Merge, *, metric: bool) -> LayerBase:
+    """Run a loaded layer backwards, measure it, and merge its experts; with `metric` also measure how errors at their
+    output count together, and write that to its file in the work directory.
 
     The base is rounded to the storage dtype here, before any delta is taken against it, so that the deltas
     absorb the rounding.
     """
-    reader, device = calibrated.source.experts, calibrated.job.device
+    job, reader = calibrated.job, calibrated.source.experts
     usage = UsageCollector(reader.shape)
     frequency = None
     if method == "fisher-frequency":  # the shares have to be known before gradients are summed
         calibrated.gradient_sweep.forward(index, layer, [first := UsageCollector(reader.shape)], keep=False)
         frequency = first.tokens.double() / first.tokens.sum()
     scale = calibrated.gradient_sweep.loss_scale
-    fisher = FisherCollector(calibrated.model.matrix, reader.shape, device, frequency, scale)
-    regression = RegressionCollector(reader.shape, device) if method == "regmean" else None
-    calibrated.gradient_sweep.backward(
-        index, layer, [usage, fisher, *([regression] if regression is not None else []), *others]
-    )
+    fisher = FisherCollector(calibrated.model.matrix, reader.shape, job.device, frequency, scale)
+    regression = RegressionCollector(reader.shape, job.device) if method == "regmean" else None
+    outputs = OutputGradients(calibrated.gradient_sweep, job.device) if metric else None
+    others = [own for own in (regression, outputs) if own is not None]
+    calibrated.gradient_sweep.backward(index, layer, [usage, fisher, *others])
+    if outputs is not None and job.ranks.is_first:
+        outputs.save(metric_path(job.work, index))
     rows = {role: to_cpu(sums / calibrated.gradient_sweep.count).float() for role, sums in fisher.rows.items()}
     statistics = LayerStatistics(usage.tokens, rows, usage.channel_energy)
     sums = {} if regression is None else {role: Regression(*found) for role, found in regression.sums().items()}
     stored = calibrated.weights(index, layer)
     matrices: dict[Role, Tensor] = {}
     for role in reader.shape.roles:
-        own = Matrices(stored, role, reader.shape.experts, device)
+        own = Matrices(stored, role, reader.shape.experts, job.device)
         base = merge(method, role, own, usage.tokens, (fisher.weighted, fisher.total), sums)
         matrices[role] = to_cpu(base.to(reader.dtype))
     return LayerBase(matrices, torch.arange(reader.shape.intermediate), reader.shape.intermediate, statistics)

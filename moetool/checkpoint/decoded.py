@@ -50,11 +50,6 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.showing(matrices, config)
 
 
-def is_decoded(checkpoint: Checkpoint) -> bool:
-    """Whether something that a checkpoint shows as matrices is stored as other tensors."""
-    return bool(checkpoint.forms)
-
-
 def quantized_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     """Names of all tensors that store what is quantized beside a checkpoint's experts, placeholders among them."""
     weights = map(weight_of, quantized_beside(checkpoint.settings))

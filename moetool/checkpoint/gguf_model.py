@@ -22,6 +22,7 @@ from moetool.architectures.shape import by_name
 from moetool.checkpoint.gguf_config import GgufConfig
 from moetool.checkpoint.gguf_parts import parts_of
 from moetool.checkpoint.gguf_tokenizer import OF_TOKENIZER, write_tokenizer
+from moetool.checkpoint.names import CONFIG, INDEX
 from moetool.checkpoint.permissions import open_to_readers
 from moetool.errors import InvalidInputError, in_one_line
 from moetool.format.gguf.families import family_in_file
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from transformers import PreTrainedConfig
 
-_INDEX, _CONFIG = "model.safetensors.index.json", "config.json"
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}  # tokens, by their entries and by GGUF's names
 _OF_ROPE = {ROPE_FACTORS, *LONG_ROPE_FACTORS.values()}  # tensors that the config tells of
 
@@ -107,12 +107,6 @@ class GgufModel:
         """An entry of the metadata; `None` if there is none."""
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
-
-    def _number(self, key: str) -> Any:
-        """An entry that the architecture has to have."""
-        if (value := self._field(f"{self._start}.{key}")) is None:
-            raise InvalidInputError(f"{self.file} lacks {self._start}.{key} in its metadata.")
-        return value
 
     @cached_property
     def _start(self) -> str:
@@ -187,13 +181,13 @@ class GgufModel:
 
     def write(self, directory: Path, *, weights: bool) -> None:
         """Write config, tokenizer and, one file for a layer, weights; the index last."""
-        layers, total = self.layers, int(self._number("block_count"))
+        layers, total = self.layers, int(self._said.number("block_count"))
         found = {layer_of(name) for name in self.tensors} - {-1}
         if len(found) < layers or not {*range(layers)} <= found or max(found) >= total:
             raise InvalidInputError(
                 f"{self.file} says that it has {total} layers, and has tensors of {len(found)}. Download it again."
             )
-        (directory / _CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+        (directory / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
         if self.has_tokenizer:
             write_tokenizer(self.file, directory, self._field)
         if not weights:
@@ -209,7 +203,7 @@ class GgufModel:
             located |= dict.fromkeys(tensors, shard)
             total += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(located.items()))}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     @property
     def layers(self) -> int:
@@ -219,8 +213,8 @@ class GgufModel:
     @cached_property
     def heads(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values, as the metadata has them."""
-        of_queries, of_keys = (self._field(f"{self._start}.attention.head_count{end}") for end in ("", "_kv"))
-        heads = max(of_queries) if isinstance(of_queries, list) else int(self._number("attention.head_count"))
+        of_queries, of_keys = (self._said.entry(f"attention.head_count{end}") for end in ("", "_kv"))
+        heads = max(of_queries) if isinstance(of_queries, list) else int(self._said.number("attention.head_count"))
         return heads, max(of_keys) if isinstance(of_keys, list) else int(of_keys or heads)
 
     def unit(self, layer: int, *, known_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -285,7 +279,7 @@ class GgufModel:
         return entries
 
     def _experts(self, moe: Architecture, layer: int) -> Iterator[tuple[str, Tensor]]:
-        count, joined_here = int(self._number(EXPERT_COUNT)), layer_in_file(layer, GATE_AND_UP)
+        count, joined_here = int(self._said.number(EXPERT_COUNT)), layer_in_file(layer, GATE_AND_UP)
 
         def matrix(role: Role, expert: int) -> Tensor:
             if role != "down" and joined_here in self.tensors:

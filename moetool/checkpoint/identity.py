@@ -18,11 +18,8 @@ from moetool.errors import InvalidInputError, UsageError
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DOWNLOADS = Path(".cache", "huggingface", "download")
-_SLACK = (
-    1.0  # seconds between the last byte of a download and the time that is noted for it, as the hub's library has it
-)
+_SLACK = 1.0  # seconds from the last byte of a download to the time that is noted for it, as the hub's library has it
 _EARLIER_BLOCKS, _EARLIER_BYTES = 32, 4096
-
 
 # When a file was `written`, in nanoseconds since 1970, and its `sha256` where that is known.
 FileState: TypeAlias = dict[str, int | str]

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from moetool.architectures.base import Settings
 from moetool.architectures.described import transformers_config
+from moetool.checkpoint.names import CONFIG
 from moetool.quiet import refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_CONFIG = "config.json"
 
 
 def described_in(path: Path) -> AbstractContextManager[None]:
@@ -24,7 +23,7 @@ def described_in(path: Path) -> AbstractContextManager[None]:
 
     Its validation, and the arithmetic of its modules, raise errors of every class.
     """
-    return refused(f"build the model that {path / _CONFIG} describes, or cannot run it")
+    return refused(f"build the model that {path / CONFIG} describes, or cannot run it")
 
 
 def model_config(config: Mapping[str, object], path: Path) -> "PreTrainedConfig":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moetool.checkpoint.gguf import converted, gguf_in, is_gguf
 from moetool.checkpoint.gguf_parts import whole_name
+from moetool.checkpoint.names import CONFIG
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.format.gguf.words import MODEL
 
@@ -50,7 +51,7 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
         raise InvalidInputError(f"No such file: {source}. Files on the hub have to be downloaded first (hf download).")
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
-    return _download(source, DOWNLOADED if weights else ["config.json"])
+    return _download(source, DOWNLOADED if weights else [CONFIG])
 
 
 def local_path(name: str | Path) -> Path:

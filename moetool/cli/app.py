@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moetool.cli.choosing import CHOICES, chosen, summary_of, typed_choice
-from moetool.cli.command import HintingCommand, command_of, from_record
+from moetool.cli.command import HintingCommand, command_of, from_record, option_of
 from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
 from moetool.errors import did_you_mean
@@ -112,7 +112,7 @@ def _elsewhere(command: str) -> dict[str, str]:
     for form, indices in table()["forms"][command].items():
         for index in indices:
             record = table()["parameters"][index]
-            places.setdefault("--" + record["name"].replace("_", "-"), []).append(form)
+            places.setdefault(option_of(record["name"]), []).append(form)
     return {option: f"--{CHOICES[command][0]} {' or '.join(forms)}" for option, forms in places.items()}
 
 

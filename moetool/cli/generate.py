@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
-from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
+from moetool.cli.command import HintingCommand, command_of, of_a_value, option_of, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -110,7 +110,7 @@ def _group(model: type[BaseModel], name: str) -> str | None:
 
 
 def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
-    flag = "--" + name.replace("_", "-")
+    flag = option_of(name)
     written = next((_WRITTEN[rule] for rule in _rules(field) if rule in _WRITTEN), None)
     is_size, kind = written == "<size>", _plain_type(field.annotation) if written is None else str
     description = field.description or ""
@@ -123,7 +123,7 @@ def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     elif field.default is not None and field.default != ():
         default = format_bytes(field.default) if is_size else field.default
         description += f" [default: {default}]"
-    names = (flag, f"--no-{name.replace('_', '-')}") if kind is bool else (flag,)
+    names = (flag, option_of(f"no_{name}")) if kind is bool else (flag,)
     option = typer.Option(
         "/".join(names),
         help=description,
@@ -170,19 +170,16 @@ def build_options(
         return "In the preset: " if name in given and name not in said else ""
 
     for name, value in given.items():
-        if isinstance(value, bool) and name in model.model_fields and not _takes_bool(model.model_fields[name]):
+        field = model.model_fields.get(name)
+        if isinstance(value, bool) and field is not None and _plain_type(field.annotation) is not bool:
             # pydantic would take it for 1 or 0
-            flag = f"{place(name)}--{name.replace('_', '-')}"
+            flag = place(name) + option_of(name)
             raise UsageError(f"{flag} {str(value).lower()}: it takes a value, not true or false")
     try:
         return model.model_validate(given)
     except ValidationError as error:
         told = (place(*problem["loc"][:1]) + _explain(model, problem) for problem in error.errors())
         raise UsageError("; ".join(told)) from error
-
-
-def _takes_bool(field: FieldInfo) -> bool:
-    return _plain_type(field.annotation) is bool
 
 
 def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
@@ -198,7 +195,7 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
         return f"no such option '{name}'; there are {', '.join(known)}.{did_you_mean(name, known)}"
     if problem["type"] == "literal_error":
         message += "." + did_you_mean(str(problem["input"]), quoted_choices(problem["ctx"]["expected"]))
-    flag = "--" + name.replace("_", "-")
+    flag = option_of(name)
     if problem["type"] == "missing":
         field = model.model_fields.get(name)
         meaning = re.sub(r" \[required.*\]$", "", (field and field.description) or "")

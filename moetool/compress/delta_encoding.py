@@ -51,7 +51,7 @@ def encoding_plan(
     source: Source,
     options: RunOptions,
     layouts: Mapping[int, LayerLayout],
-    text: CodingText | None = None,
+    text: CodingText | None,
     **details: Json,
 ) -> Plan:
     """Costs of encoding every delta into known forms, on a text if there is one; sizes are exact."""
@@ -90,7 +90,7 @@ def run_encoding(
     layouts: Mapping[int, LayerLayout],
     load_base: LoadBase,
     statistics: Mapping[int, LayerStatistics],
-    text: CodingText | None = None,
+    text: CodingText | None,
 ) -> LayersResult:
     """Encode every layer, on the text if there is one, and write the result."""
 

@@ -24,29 +24,6 @@ BaseBits = Annotated[Literal["1", "2", "3", "4", "5", "6", "8", "nf4", "int8"], 
 Form = Callable[[int, int, Role, Representation], Representation]  # layer, expert, role, how it is stored now
 
 
-class BaseOptions(Options):
-    """Options of the base: where it comes from, and how it is stored."""
-
-    base: str = Field(
-        "mean",
-        description="What deltas are taken to: `mean` or `ties` of the experts, a base written by fisher-merge, "
-        "or the dense checkpoint that the experts were upcycled from.",
-    )
-    base_bits: BaseBits | None = Field(
-        None,
-        description="Store the base quantized: in 1, 2, 3, 4, 5, 6 or 8 bits, or in bitsandbytes' formats nf4 and "
-        "int8; deltas then make up for its errors.",
-    )
-
-
-class ExtendedOptions(BaseOptions):
-    """Options of the base for stages that can store the shared expert relative to it."""
-
-    shared_expert: bool = Field(
-        False, description="Store the shared expert, if it is as wide as the others, as a delta to the same base."
-    )
-
-
 class CodeOptions(Options):
     """Options of codes: bits per number, and inputs that share a scale."""
 

@@ -215,7 +215,7 @@ class LayerLayout:
 
     def stored_parameters(self) -> int:
         """Numbers in the file for this layer's experts (channel indices and placeholders not counted)."""
-        own = sum(torch.Size(stored.shape).numel() for name, stored in self.own_tensors() if name != BASE_CHANNELS)
+        own = sum(math.prod(stored.shape) for name, stored in self.own_tensors() if name != BASE_CHANNELS)
         return self.native_parameters() + own
 
     def expert_parameters(self, expert: int) -> float:

@@ -22,7 +22,7 @@ from moetool.format.entry import check_format_version, layer_layouts
 from moetool.format.fields import MOST_EXPERTS, Bytes, Count, LayerCount, Name, Positive, Share, explain
 from moetool.format.kinds import custom_module
 from moetool.format.kinds.moe import MoESpec
-from moetool.format.marker import METHOD
+from moetool.format.marker import moetool_entry
 
 DEEPEST = 64  # objects and lists in one another
 # What families in this package use; any other name is looked up in transformers, which takes seconds to import.
@@ -157,8 +157,7 @@ def check_config(config: Mapping[str, object], file: Path) -> None:
         InvalidInputError: a field is not what it has to be; the message has its name, its value and what was expected.
     """
     _validate(_Known if _is_checked(config.get("model_type")) else _Any, config, str(file))
-    entry = config.get("quantization_config")
-    if isinstance(entry, Mapping) and entry.get("quant_method") == METHOD:
+    if (entry := moetool_entry(config)) is not None:
         check_format_version(entry)
         _validate(_Entry, entry, f"{file}, quantization_config")
         _check_custom(config, file)

@@ -11,7 +11,6 @@ from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError, ResourceError, UsageError
 from moetool.job.plan import fingerprint
 from moetool.job.stage import AnyStage
-from moetool.job.workspace import check_place
 from moetool.runtime.building import check_sizes
 
 _RESULT_BYTES = 1 << 20  # the most that a page, a table or a picture takes
@@ -38,15 +37,6 @@ def check_job(stage: AnyStage, directory: Path) -> None:
     _try_to_write(directory, there)
     if stage.writes_model:
         check_sizes(stage.source.checkpoint)
-
-
-def check_output(stage: AnyStage, directory: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check what a job finds out as it takes its place in a directory.
-
-    Raises:
-        UsageError: something is there that stays, or a run that was begun otherwise.
-    """
-    check_place(directory, lambda: identity(stage), stage.source.checkpoint, resume=resume, overwrite=overwrite)
 
 
 def identity(stage: AnyStage) -> str:

@@ -32,11 +32,7 @@ from moetool.job.records import check_records
 from moetool.job.result import Details, Result, Sizes
 from moetool.job.stage import AnyStage
 from moetool.job.windows import calibration_windows
-from moetool.job.workspace import (
-    Workspace,
-    check_finished,
-    is_finished,
-)
+from moetool.job.workspace import Workspace, check_finished, is_finished
 from moetool.quiet import quiet
 from moetool.runtime.memory import keep_few_programs, return_freed_memory
 

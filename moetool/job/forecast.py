@@ -10,7 +10,7 @@ _TRUST = 0.05
 
 
 class Forecast:
-    """Details the same as `Progress`, says how many seconds are left.
+    """Seconds that a job has left, by the calls that its `Progress` gets, too.
 
     What an earlier run had done is neither left nor evidence. Phases that were not predicted are waited for; those that
     were, and never come, are over when a later one begins.

@@ -7,7 +7,7 @@ from moetool.calibration.mixing import ONE_KIND
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.blueprint import open_for_planning
-from moetool.job.checks import check_job, check_output, output_directory
+from moetool.job.checks import check_job, identity, output_directory
 from moetool.job.conditions import Conditions
 from moetool.job.job import Input, Source
 from moetool.job.options import IncludeOptions, RunOptions, included_in_words
@@ -16,7 +16,7 @@ from moetool.job.plan import Plan
 from moetool.job.records import check_records
 from moetool.job.result import Json
 from moetool.job.stage import AnyStage
-from moetool.job.workspace import noted_conditions
+from moetool.job.workspace import check_place, noted_conditions
 from moetool.job.writing import original_bytes, original_size
 
 
@@ -50,7 +50,7 @@ def dry_run(
     plan = _told(stage)
     if not stage.source.checkpoint.is_imagined:  # else the job is for where the weights are, and maybe the text
         check_job(stage, directory)
-    check_output(stage, directory, resume=resume, overwrite=overwrite)
+    check_place(directory, lambda: identity(stage), stage.source.checkpoint, resume=resume, overwrite=overwrite)
     quicker = stage.in_bfloat16()
     return plan, None if quicker is None else planned(kind(stage.source, quicker))
 

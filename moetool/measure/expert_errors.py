@@ -109,13 +109,12 @@ class ExpertErrors:
         before = self._original.dense(layer, expert, role).double()
         lost = before - self._made.dense(layer, expert, role).double()
         base, forms = self._base(layer, role), self._made.layout(layer).weights[role]
+        whole, error = before.norm().item(), lost.norm().item()
         if base is None or forms is None:
-            whole = before.norm().item()
-            return _Found(whole, lost.norm().item(), whole, None)
+            return _Found(whole, error, whole, None)
         if forms[expert].uses_base:
-            return _Found(before.norm().item(), lost.norm().item(), (before - base).norm().item(), None)
-        whole = before.norm().item()
-        return _Found(whole, lost.norm().item(), whole, (lost - base).norm().item())
+            return _Found(whole, error, (before - base).norm().item(), None)
+        return _Found(whole, error, whole, (lost - base).norm().item())
 
     def _wrong(self, layer: int, role: Role, found: Sequence[_Found], made_good: Sequence[float]) -> Iterator[str]:
         """What is wrong with a role's matrices, which may make good for errors of these norms in others."""

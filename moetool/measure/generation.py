@@ -16,10 +16,9 @@ from moetool.checkpoint.source import first_line
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
+from moetool.measure.loading import load_to_generate
 from moetool.measure.options import GeneratingOptions
 from moetool.measure.results import Generation, SynthesisResult
-from moetool.runtime.modules.moefied import set_keep
-from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -92,30 +91,6 @@ def open_to_generate(path: str) -> Checkpoint:
     if is_encoder(checkpoint.config):
         raise UsageError(f"{path} is an encoder ({checkpoint.config.get('model_type')}): it generates nothing.")
     return checkpoint
-
-
-def load_to_generate(
-    checkpoint: Checkpoint, options: GeneratingOptions, progress: Progress
-) -> tuple["PreTrainedModel", SynthesisChoice]:
-    """A model in the dtype that it is stored in, run as the options say; and when its experts were made dense, and why.
-
-    Raises:
-        UsageError: the options do not fit the model.
-        ResourceError, InvalidInputError: as `load_for`.
-    """
-    from moetool.measure.loading import load_paged, stored_dtype, unless_paged
-
-    dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
-    model = load_paged(checkpoint, options, dtype, progress)
-    synthesis = apply_synthesis(model, unless_paged(options, options.synthesize), few_tokens=True)
-    if synthesis.needed:
-        progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
-    if options.keep is not None:
-        set_keep(model, options.keep)
-    return model, synthesis
-
-
-_WHEN = {"load": "dense when loaded", "on-the-fly": "as they run"}
 
 
 def _fit(options: GenerationOptions, prompt: int, context: int | None, path: str) -> GenerationOptions:

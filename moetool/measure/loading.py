@@ -10,15 +10,17 @@ from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.job import pick_compute_dtype, pick_device
 from moetool.job.progress import Progress, phase
-from moetool.measure.options import EvaluatedOptions, PagedOptions
+from moetool.measure.options import EvaluatedOptions, GeneratingOptions
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import check_memory, load_model, loading_memory
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.paging import page_experts
-from moetool.runtime.synthesis import Synthesis, SynthesisChoice, apply_synthesis
+from moetool.runtime.synthesis import SynthesisChoice, apply_synthesis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WHEN = {"load": "dense when loaded", "on-the-fly": "as they run"}
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -74,22 +76,6 @@ def load_for(
     return model
 
 
-def load_paged(
-    checkpoint: Checkpoint, options: PagedOptions, compute_dtype: str | torch.dtype, progress: Progress
-) -> "PreTrainedModel":
-    """A model as `load_for` loads it, with its experts paged if the options say so."""
-    paged = options.offload == "experts"
-    model = load_for(checkpoint, "cpu" if paged else options.device, compute_dtype, progress, paged=paged)
-    if paged:
-        page_experts(model, options.memory)
-    return model
-
-
-def unless_paged(options: PagedOptions, synthesize: Synthesis) -> Synthesis:
-    """Experts that are paged run as they are stored."""
-    return "on-the-fly" if options.offload == "experts" else synthesize
-
-
 def load_to_evaluate(
     checkpoint: Checkpoint, options: EvaluatedOptions, progress: Progress
 ) -> "tuple[PreTrainedModel, SynthesisChoice]":
@@ -99,8 +85,33 @@ def load_to_evaluate(
         UsageError: the options do not fit the model.
         ResourceError, InvalidInputError: as `load_for`.
     """
-    model = load_paged(checkpoint, options, options.compute_dtype, progress)
-    synthesis = apply_synthesis(model, unless_paged(options, options.synthesize))
+    return _load_to_run(checkpoint, options, options.compute_dtype, progress, few_tokens=False)
+
+
+def load_to_generate(
+    checkpoint: Checkpoint, options: GeneratingOptions, progress: Progress
+) -> "tuple[PreTrainedModel, SynthesisChoice]":
+    """As `load_to_evaluate`, to run token by token and in the dtype that the model is stored in."""
+    dtype = stored_dtype(checkpoint) if options.compute_dtype == "auto" else options.compute_dtype
+    model, synthesis = _load_to_run(checkpoint, options, dtype, progress, few_tokens=True)
+    if synthesis.needed:
+        progress.log(f"Experts are made {_WHEN[synthesis.chosen]}: {synthesis.reason}.")
+    return model, synthesis
+
+
+def _load_to_run(
+    checkpoint: Checkpoint,
+    options: EvaluatedOptions | GeneratingOptions,
+    compute_dtype: str | torch.dtype,
+    progress: Progress,
+    *,
+    few_tokens: bool,
+) -> "tuple[PreTrainedModel, SynthesisChoice]":
+    paged = options.offload == "experts"
+    model = load_for(checkpoint, "cpu" if paged else options.device, compute_dtype, progress, paged=paged)
+    if paged:
+        page_experts(model, options.memory)
+    synthesis = apply_synthesis(model, "on-the-fly" if paged else options.synthesize, few_tokens=few_tokens)
     if options.keep is not None:
         set_keep(model, options.keep)
     return model, synthesis

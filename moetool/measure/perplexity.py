@@ -22,6 +22,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
+from moetool.measure.loading import load_to_evaluate
 from moetool.measure.options import EvaluatedOptions
 from moetool.measure.predictions import HiddenTokens, NextTokens, Predictions, exp_loss, fitted, prediction_losses
 from moetool.measure.results import Evaluation, OverTexts, SynthesisResult, TextLoss
@@ -55,8 +56,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
         ResourceError: there is too little memory for the model.
         VerificationError: the model's output is not a number.
     """
-    from moetool.measure.loading import load_to_evaluate
-
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)

@@ -27,6 +27,11 @@ def fitting(operation: Any) -> Any:
     return MergeExperts(operation.dim) if type(operation) is MergeModulelist else operation
 
 
+def only(found: Any) -> Any:
+    """A tensor, which conversions hand on by itself or in a list of one."""
+    return found[0] if isinstance(found, list) else found
+
+
 class MergeExperts(MergeModulelist):
     """Experts of one tensor, which are saved with all other dimensions of theirs, of whatever length."""
 
@@ -43,7 +48,7 @@ class _SplitExperts(SplitModulelist):
     ) -> dict[str, Any]:
         shapes = []
         for found in input_dict.values():
-            tensor = found[0] if isinstance(found, list) else found
+            tensor = only(found)
             shapes += [tensor.select(self.dim, 0).shape] * tensor.size(self.dim)
         split = super().convert(input_dict, source_patterns, target_patterns, **options)
         return {name: own.reshape(shape) for (name, own), shape in zip(split.items(), shapes, strict=True)}
@@ -65,7 +70,7 @@ class TransposeIfNeeded(Transpose):
             converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)
             return converted
         [found] = input_dict.values()
-        tensor = found[0] if isinstance(found, list) else found
+        tensor = only(found)
         return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor}
 
     @property
@@ -81,7 +86,7 @@ class InterleaveIfNeeded(Interleave):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **options: Any
     ) -> dict[str, Any]:
         [found] = input_dict.values()
-        tensor = found[0] if isinstance(found, list) else found
+        tensor = only(found)
         if len(tensor) == 1:
             return {target_patterns[0]: tensor}
         converted: dict[str, Any] = super().convert(input_dict, source_patterns, target_patterns, **options)

@@ -5,15 +5,16 @@ that have it. Here all tensors that hold one matrix get the name that the matrix
 them before it does anything else.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from moetool.checkpoint.reader import Checkpoint
+from moetool.runtime.conversions import only
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,9 +45,9 @@ class _StoredParts:
         held = {part: tensor.cpu().to(self.checkpoint.stored[part].dtype) for part, tensor in parts.items()}
 
         def span(part: str, first: int, shape: tuple[int, ...]) -> Tensor:
-            return held[part].reshape(-1)[first : first + torch.Size(shape).numel()].view(shape)
+            return held[part].reshape(-1)[first : first + math.prod(shape)].view(shape)
 
-        rows = form.rows(span, 0, torch.Size(form.shape[:-1]).numel())
+        rows = form.rows(span, 0, math.prod(form.shape[:-1]))
         return rows.view(form.shape).to(parts[form.parts[0]].device)
 
 
@@ -110,7 +111,7 @@ class DecodingConversion(WeightConverter):
 
 
 def _as_held(model: "PreTrainedModel", name: str, made: Any) -> Tensor:
-    tensor: Tensor = made[0] if isinstance(made, list) else made
+    tensor: Tensor = only(made)
     return tensor.to(model.get_parameter_or_buffer(name).dtype)
 
 

@@ -25,7 +25,8 @@ from moetool.calibration.windows import load_tokenizer
 from moetool.errors import MoetoolError, UsageError
 from moetool.job.options import context_length
 from moetool.job.progress import Progress
-from moetool.measure.generation import load_to_generate, only_numbers, open_to_generate
+from moetool.measure.generation import only_numbers, open_to_generate
+from moetool.measure.loading import load_to_generate
 from moetool.talk.options import ServeOptions
 from moetool.talk.requests import (
     NO_TEMPLATE,

@@ -10,7 +10,8 @@ from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.errors import UsageError
 from moetool.job.options import context_length
 from moetool.job.progress import SILENT, Progress
-from moetool.measure.generation import chat_tokens, generation_config, load_to_generate, only_numbers, open_to_generate
+from moetool.measure.generation import chat_tokens, generation_config, only_numbers, open_to_generate
+from moetool.measure.loading import load_to_generate
 from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.talk.conversation import STOP, Turn, Until, Write, plain_prompt
 from moetool.talk.options import ChatOptions

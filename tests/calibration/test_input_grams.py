@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal64
 from torch import Tensor
 
 from moetool.architectures import MoEShape
@@ -15,10 +16,6 @@ SHAPE = MoEShape(experts=3, top_k=1, hidden=6, intermediate=8)
 TOKENS = (40, 3, 0)
 
 
-def rows(count: int, width: int, seed: int) -> Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def windows_of(count: int) -> Tensor:
     """Tokens of four windows."""
     return torch.arange(count) * 4 // max(count, 1)
@@ -26,8 +23,8 @@ def windows_of(count: int) -> Tensor:
 
 def collected() -> tuple[InputGramCollector, list[Tensor], list[Tensor]]:
     collector = InputGramCollector(SHAPE, torch.device("cpu"))
-    inputs = [rows(count, 6, 10 + expert) for expert, count in enumerate(TOKENS)]
-    activations = [rows(count, 8, 20 + expert) * (1 + expert) for expert, count in enumerate(TOKENS)]
+    inputs = [normal64(count, 6, seed=10 + expert) for expert, count in enumerate(TOKENS)]
+    activations = [normal64(count, 8, seed=20 + expert) * (1 + expert) for expert, count in enumerate(TOKENS)]
     for expert, count in enumerate(TOKENS):
         windows, nothing = windows_of(count), torch.zeros(count, 16)
         for part in (slice(0, count // 2), slice(count // 2, count)):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 
 from moetool.architectures import Role
@@ -9,10 +10,6 @@ from moetool.calibration import output_metric
 from moetool.calibration.output_metric import ExpertMetric, NeuronMetric, OutputMetric
 
 HIDDEN, WIDTH, TOKENS = 5, 6, 40
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -23,7 +20,7 @@ def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slopes() -> dict[Role, Tensor]:
-    return {"gate": random(TOKENS, WIDTH, seed=1), "up": random(TOKENS, WIDTH, seed=2)}
+    return {"gate": normal(TOKENS, WIDTH, seed=1), "up": normal(TOKENS, WIDTH, seed=2)}
 
 
 def whole(metric: NeuronMetric) -> Tensor:
@@ -37,9 +34,9 @@ def test_what_an_error_at_gate_and_up_costs_if_slopes_and_gradients_do_not_depen
     slopes: dict[Role, Tensor],
 ) -> None:
     """Over all pairs of a token's slopes s and a gradient g, an error e costs the mean of (Σ_i e_i s_i (Wᵀ g)_i)²."""
-    gradients, down = random(30, HIDDEN, seed=3), random(HIDDEN, WIDTH, seed=4)
+    gradients, down = normal(30, HIDDEN, seed=3), normal(HIDDEN, WIDTH, seed=4)
     seen = torch.linalg.cholesky(gradients.T @ gradients / 30).T @ down
-    errors = random(2 * WIDTH, seed=5)
+    errors = normal(2 * WIDTH, seed=5)
     steep = torch.cat(list(slopes.values()), 1) * errors  # [tokens, 2 · width]
     felt = (gradients @ down).repeat(1, 2)  # [gradients, 2 · width]
     exact = (steep @ felt.T).square().mean()
@@ -50,8 +47,8 @@ def test_what_an_error_at_gate_and_up_costs_if_slopes_and_gradients_do_not_depen
 def test_up_makes_good_for_gate_as_well_as_it_can(slopes: dict[Role, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient by up of what is lost is zero there, and what is left is what the metric of gate's rows counts."""
     monkeypatch.setattr(output_metric, "_MAKING_GOOD_DAMPING", 0.0)
-    metric = NeuronMetric(slopes, random(HIDDEN, WIDTH, seed=6))
-    gate = random(WIDTH, 7, seed=7)
+    metric = NeuronMetric(slopes, normal(HIDDEN, WIDTH, seed=6))
+    gate = normal(WIDTH, 7, seed=7)
     shift = metric.moved("up", {"gate": gate})
     assert shift is not None
     assert metric.moved("gate", {}) is None
@@ -63,16 +60,16 @@ def test_up_makes_good_for_gate_as_well_as_it_can(slopes: dict[Role, Tensor], mo
 
 
 def test_rows_in_any_order(slopes: dict[Role, Tensor]) -> None:
-    metric, order = NeuronMetric(slopes, random(HIDDEN, WIDTH, seed=6)), torch.tensor([4, 0, 3])
+    metric, order = NeuronMetric(slopes, normal(HIDDEN, WIDTH, seed=6)), torch.tensor([4, 0, 3])
     every = metric.between("gate", "up", torch.arange(WIDTH))
     torch.testing.assert_close(metric.between("gate", "up", order), every[order][:, order])
-    moment = random(HIDDEN, HIDDEN, seed=8)
+    moment = normal(HIDDEN, HIDDEN, seed=8)
     found = OutputMetric(moment @ moment.T).among(order)
     torch.testing.assert_close(found.triu(1), (moment @ moment.T)[order][:, order].triu(1))
 
 
 def test_experts_without_gates(slopes: dict[Role, Tensor]) -> None:
-    metric = NeuronMetric({"up": slopes["up"]}, random(HIDDEN, WIDTH, seed=6))
+    metric = NeuronMetric({"up": slopes["up"]}, normal(HIDDEN, WIDTH, seed=6))
     assert metric.moved("up", {}) is None
     torch.linalg.cholesky(metric.rows("up").among(torch.arange(WIDTH)))
 
@@ -81,8 +78,8 @@ def test_experts_without_gates(slopes: dict[Role, Tensor]) -> None:
 def test_always_positive_definite(slopes: dict[Role, Tensor], scale: float) -> None:
     """Of one token, one gradient, or none."""
     few: dict[Role, Tensor] = {role: scale * own[:1] for role, own in slopes.items()}
-    metric = NeuronMetric(few, scale * random(1, WIDTH, seed=6))
-    gradient = scale * random(1, WIDTH, seed=7)
+    metric = NeuronMetric(few, scale * normal(1, WIDTH, seed=6))
+    gradient = scale * normal(1, WIDTH, seed=7)
     for rows in (metric.rows("gate"), metric.rows("up"), OutputMetric(gradient.T @ gradient)):
         torch.linalg.cholesky(rows.among(torch.arange(WIDTH)))
     shift = metric.moved("up", {"gate": torch.ones(WIDTH, 2)})
@@ -91,7 +88,7 @@ def test_always_positive_definite(slopes: dict[Role, Tensor], scale: float) -> N
 
 
 def test_alone_a_role_counts_as_if_no_other_made_good_for_it(slopes: dict[Role, Tensor]) -> None:
-    metric, every = NeuronMetric(slopes, random(HIDDEN, WIDTH, seed=6)), torch.arange(WIDTH)
+    metric, every = NeuronMetric(slopes, normal(HIDDEN, WIDTH, seed=6)), torch.arange(WIDTH)
     expert = ExpertMetric(OutputMetric(torch.eye(HIDDEN)), lambda: metric)
     roles: tuple[Role, ...] = ("gate", "up")
     for role in roles:

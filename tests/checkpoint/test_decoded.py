@@ -8,7 +8,7 @@ import torch
 from kinds import save_kind
 from safetensors.torch import load_file, save_file
 
-from moetool.checkpoint.decoded import decoded, is_decoded, quantized_tensors
+from moetool.checkpoint.decoded import decoded, quantized_tensors
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.representations.quantized import QuantizedMatrix
@@ -24,7 +24,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_matrices_stand_where_codes_were(path: Path) -> None:
     stored, shown = Checkpoint.open(path), decoded(Checkpoint.open(path))
-    assert is_decoded(shown)
+    assert shown.forms.keys() >= {WEIGHT}
     assert not [name for name in shown.tensors if ".moetool." in name and ".experts." not in name]
     assert "beside" not in shown.config["quantization_config"]
     assert shown.config["quantization_config"]["format_version"] == 1

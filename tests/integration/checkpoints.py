@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,6 +206,19 @@ class CrashDriver:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+    def whole(self, output: Path, arguments: Sequence[object]) -> int:
+        """Run a command to its end: how many changes it makes to `output`."""
+        told = self(output, arguments)
+        assert told["code"] == 0, told["stderr"]
+        return told["changes"]
+
+    def goes_on(self, output: Path, arguments: Sequence[object], at: int, expected: Path) -> None:
+        """Killed before its `at`-th change and resumed, a command leaves what is in `expected`, to the byte."""
+        assert self(output, arguments, at=at)["code"] == -signal.SIGKILL
+        last = self(output, (*arguments, "--resume"))
+        assert last["code"] == 0, (at, last["stderr"])
+        assert contents(output) == contents(expected), at
 
     def close(self) -> None:
         """End the process."""

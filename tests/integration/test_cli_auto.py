@@ -1,7 +1,6 @@
 """A base or none, whatever loses least: `compress --method auto`."""
 
 import json
-import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from checkpoints import (
     CrashDriver,
     change_tensors,
     config_of,
-    contents,
     copy_of,
     load,
     logits,
@@ -223,10 +221,8 @@ def test_killed_runs_resume_to_the_same_bytes(
     crash: CrashDriver, calibration: Any, tiny_mixtral_bf16: Path, tmp_path: Path
 ) -> None:
     arguments = ("compress", tiny_mixtral_bf16, *METHOD, "--ratio", 0.4, *calibration, "--shard-size", "40kB")
-    assert crash(tmp_path / "whole", arguments)["code"] == 0
-    assert crash(tmp_path / "out", arguments, at=40)["code"] == -signal.SIGKILL
-    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    crash.whole(tmp_path / "whole", arguments)
+    crash.goes_on(tmp_path / "out", arguments, 40, tmp_path / "whole")
 
 
 SEARCH = ("--max-increase", "3%", "--held-out", 12, "--samples", 8)
@@ -274,11 +270,8 @@ def test_a_search_that_was_killed_goes_on(
 ) -> None:
     """Among sizes, with some of them done."""
     arguments = ("compress", tiny_mixtral, *METHOD, *calibration, *SEARCH)
-    whole = crash(tmp_path / "whole", arguments)
-    assert whole["code"] == 0, whole["stderr"]
-    assert crash(tmp_path / "out", arguments, at=whole["changes"] // 2)["code"] == -signal.SIGKILL
-    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    changes = crash.whole(tmp_path / "whole", arguments)
+    crash.goes_on(tmp_path / "out", arguments, changes // 2, tmp_path / "whole")
 
 
 @pytest.mark.exhaustive

@@ -1,13 +1,12 @@
 """MoE models without gates and with biases, in the custom module: compressed, trained as deltas, un-merged."""
 
-import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_config, contents, copy_of, load, logits, relative_error, tensors_of, weight_bytes
+from checkpoints import change_config, copy_of, load, logits, relative_error, tensors_of, weight_bytes
 from sampling import sampled
 from torch import Tensor
 
@@ -97,9 +96,7 @@ def test_a_killed_compression_goes_on_to_the_same_bytes(
 ) -> None:
     source, options = moe("phi"), COMPRESS["d2moe"]
     arguments = ("compress", source, "--method", "d2moe", *calibration, *options)
-    assert crash(tmp_path / "out", arguments, at=20)["code"] == -signal.SIGKILL
-    assert crash(tmp_path / "out", (*arguments, "--resume"))["code"] == 0
-    assert contents(tmp_path / "out") == contents(compress(source, *options).path)
+    crash.goes_on(tmp_path / "out", arguments, 20, compress(source, *options).path)
 
 
 def test_the_dense_model_as_base(run_cli: Any, dense: Any, moe: Any, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`upcycle --method add-expert` and `compress --method drop-experts`: experts that come and go by number."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -278,15 +277,11 @@ def test_plan_and_bytes(
     command, source, *options = job
     plan = run_cli(command, source, tmp_path / "plan", *options, "--dry-run", "--json").json
     assert not (tmp_path / "plan").exists()
-    quiet = crash(tmp_path / "quiet", job)
-    assert quiet["code"] == 0, quiet["stderr"]
+    changes = crash.whole(tmp_path / "quiet", job)
     assert plan["output_bytes"] == weight_bytes(tmp_path / "quiet")
     assert len(list((tmp_path / "quiet").glob("*.safetensors"))) > 1
     for part in (1, 2):
-        output, at = tmp_path / str(part), part * quiet["changes"] // 3
-        assert crash(output, job, at=at)["code"] == -signal.SIGKILL
-        assert crash(output, (*job, "--resume"))["code"] == 0
-        assert contents(output) == contents(tmp_path / "quiet")
+        crash.goes_on(tmp_path / str(part), job, part * changes // 3, tmp_path / "quiet")
     assert run_cli(command, source, tmp_path / "poor", *options, "--disk", plan["output_bytes"] // 2).code == 4
 
 

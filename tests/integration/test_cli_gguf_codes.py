@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, load
+from checkpoints import load
 from families import build
 from sampling import sampled
 from torch import Tensor
@@ -89,12 +89,8 @@ def test_a_killed_export_continues(
 ) -> None:
     """In the middle; the result is the same to the byte."""
     arguments = ("export", tiny_mixtral, "--format", "gguf", *option.split(), *calibration)
-    told = crash(tmp_path / "whole", arguments)
-    assert told["code"] == 0, told["stderr"]
-    assert crash(tmp_path / "out", arguments, at=told["changes"] // 2)["code"] == -signal.SIGKILL
-    again = crash(tmp_path / "out", (*arguments, "--resume"))
-    assert again["code"] == 0, again["stderr"]
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    changes = crash.whole(tmp_path / "whole", arguments)
+    crash.goes_on(tmp_path / "out", arguments, changes // 2, tmp_path / "whole")
 
 
 def test_what_written_layers_were_coded_from_is_not_missed(
@@ -102,11 +98,10 @@ def test_what_written_layers_were_coded_from_is_not_missed(
 ) -> None:
     """A job that was killed when some layers were in the output makes nothing again but what it was at."""
     arguments = ("export", tiny_mixtral, "--format", "gguf", "--target-bpw", 9, *calibration)
-    told = crash(tmp_path / "whole", arguments)
-    assert told["code"] == 0, told["stderr"]
+    changes = crash.whole(tmp_path / "whole", arguments)
     for left in (8, 16, 24):
         output = tmp_path / str(left)
-        assert crash(output, arguments, at=told["changes"] - left)["code"] == -signal.SIGKILL
+        assert crash(output, arguments, at=changes - left)["code"] == -signal.SIGKILL
         again = crash(output, (*arguments, "--resume"))
         assert again["code"] == 0, again["stderr"]
         assert "damaged" not in again["stderr"]

@@ -1,6 +1,5 @@
 """`export --format gguf` on a text: what llama-quantize is told, and files that are continued."""
 
-import signal
 from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -208,31 +207,25 @@ def test_a_family_that_llama_cpp_does_not_know(
 
 
 @pytest.fixture(scope="module")
-def changes(crash: Any, tiny_mixtral: Path, tmp_path_factory: Any) -> tuple[int, dict[str, bytes]]:
-    """How often an undisturbed export touches its files, and what it writes."""
+def whole(crash: Any, tiny_mixtral: Path, tmp_path_factory: Any) -> tuple[int, Path]:
+    """How often an undisturbed export touches its files, and where they are."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
-    told = crash(output, ("export", tiny_mixtral, "--format", "gguf"))
-    assert told["code"] == 0, told["stderr"]
-    return told["changes"], contents(output)
+    return crash.whole(output, ("export", tiny_mixtral, "--format", "gguf")), output
 
 
 @pytest.mark.parametrize("part", sampled([1, 3, 5], [3]))
 def test_a_killed_export_continues(
-    crash: Any, changes: tuple[int, dict[str, bytes]], tiny_mixtral: Path, tmp_path: Path, part: int
+    crash: Any, whole: tuple[int, Path], tiny_mixtral: Path, tmp_path: Path, part: int
 ) -> None:
     """With what was noted of the unfinished file; the result is the same to the byte."""
-    count, expected = changes
-    output, arguments = tmp_path / "out", ("export", tiny_mixtral, "--format", "gguf")
-    assert crash(output, arguments, at=count * part // 6)["code"] == -signal.SIGKILL
-    told = crash(output, (*arguments, "--resume"))
-    assert told["code"] == 0, told["stderr"]
-    assert contents(output) == expected
+    count, expected = whole
+    crash.goes_on(tmp_path / "out", ("export", tiny_mixtral, "--format", "gguf"), count * part // 6, expected)
 
 
 @pytest.fixture(scope="module")
-def stopped(crash: Any, changes: tuple[int, dict[str, bytes]], tiny_mixtral: Path, tmp_path_factory: Any) -> Path:
+def stopped(crash: Any, whole: tuple[int, Path], tiny_mixtral: Path, tmp_path_factory: Any) -> Path:
     """An export that was killed when some of its layers were noted, to be copied and continued."""
-    for at in range(changes[0] // 4, changes[0]):
+    for at in range(whole[0] // 4, whole[0]):
         output: Path = tmp_path_factory.mktemp("stopped") / "out"
         crash(output, ("export", tiny_mixtral, "--format", "gguf"), at=at)
         if '"write/1"' in (output / ".moetool" / "journal.jsonl").read_text():
@@ -243,7 +236,7 @@ def stopped(crash: Any, changes: tuple[int, dict[str, bytes]], tiny_mixtral: Pat
 @pytest.mark.parametrize("damage", ["cut", "changed", "lost", "longer"])
 def test_an_unfinished_file_is_taken_up_only_as_it_was_noted(
     crash: Any,
-    changes: tuple[int, dict[str, bytes]],
+    whole: tuple[int, Path],
     stopped: Path,
     tiny_mixtral: Path,
     tmp_path: Path,
@@ -259,7 +252,7 @@ def test_an_unfinished_file_is_taken_up_only_as_it_was_noted(
         made = {"cut": content[:middle], "changed": content[:middle] + b"no" + content[middle + 2 :]}
         file.write_bytes(made.get(damage, content + b"more"))
     assert crash(output, (*arguments, "--resume"))["code"] == 0
-    assert contents(output) == changes[1]
+    assert contents(output) == contents(whole[1])
 
 
 def test_a_number_that_does_not_fit_leaves_nothing(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:

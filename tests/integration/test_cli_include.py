@@ -1,6 +1,5 @@
 """Attention and embeddings in codes beside compressed experts: `compress … --include`."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from checkpoints import (
     change_config,
     change_tensors,
     config_of,
-    contents,
     copy_of,
     load_whole,
     logits,
@@ -243,16 +241,11 @@ def test_experts_are_tuned_and_factors_refused(
     assert "14 linear layers and embeddings of this model are stored as codes" in refused.stderr
 
 
-def test_killed_and_resumed_it_is_the_same(run_cli: Any, crash: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
-    options = (*QUANTIZE, *BOTH, "--shard-size", "25kB")
-    assert run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "undisturbed", *options).code == 0
+def test_killed_and_resumed_it_is_the_same(crash: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
+    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", *QUANTIZE, *BOTH, "--shard-size", "25kB")
+    crash.whole(tmp_path / "undisturbed", arguments)
     assert len(weights(tmp_path / "undisturbed")) > 3
-    arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe", *options)
-    assert crash(tmp_path / "killed", arguments, at=30)["code"] == -signal.SIGKILL
-    assert (
-        run_cli("compress", tiny_mixtral_bf16, "--method", "d2moe", tmp_path / "killed", *options, "--resume").code == 0
-    )
-    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+    crash.goes_on(tmp_path / "killed", arguments, 30, tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize(

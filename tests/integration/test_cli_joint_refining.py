@@ -1,9 +1,7 @@
 """`compress --method d2moe --refine`: the same bytes of another content."""
 
-import signal
-
 import pytest
-from checkpoints import contents, weight_bytes, weights
+from checkpoints import weight_bytes, weights
 
 from moetool.checkpoint.manifest import read_manifest
 
@@ -39,13 +37,9 @@ def test_what_a_job_was_killed_at_is_not_refined_twice(crash, tiny_mixtral_bf16,
         "--shard-size",
         "40kB",
     )
-    quiet = crash(tmp_path / "quiet", job)
-    assert quiet["code"] == 0, quiet["stderr"]
-    for at in range(quiet["changes"] * 2 // 3, quiet["changes"] - 4, 4):
-        output = tmp_path / str(at)
-        assert crash(output, job, at=at)["code"] == -signal.SIGKILL
-        assert crash(output, (*job, "--resume"))["code"] == 0
-        assert contents(output) == contents(tmp_path / "quiet"), at
+    changes = crash.whole(tmp_path / "quiet", job)
+    for at in range(changes * 2 // 3, changes - 4, 4):
+        crash.goes_on(tmp_path / str(at), job, at, tmp_path / "quiet")
 
 
 def test_refining_excludes_shared_factors(run_cli, calibration, tiny_mixtral, tmp_path):

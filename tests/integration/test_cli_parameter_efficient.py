@@ -172,14 +172,9 @@ def test_bad_options(run_cli: Any, dense: Any, tmp_path: Path, options: tuple[ob
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_conversions_go_on_to_the_same_bytes(crash: Any, dense: Any, tmp_path: Path, method: str) -> None:
     arguments = ("upcycle", dense("llama"), *METHODS[method])
-    quiet = crash(tmp_path / "quiet", arguments)
-    assert quiet["code"] == 0, quiet["stderr"]
+    changes = crash.whole(tmp_path / "quiet", arguments)
     for part in (3, 8):
-        output = tmp_path / str(part)
-        assert crash(output, arguments, at=quiet["changes"] * part // 10)["code"] == -signal.SIGKILL
-        last = crash(output, (*arguments, "--resume"))
-        assert last["code"] == 0, last["stderr"]
-        assert contents(output) == contents(tmp_path / "quiet"), part
+        crash.goes_on(tmp_path / str(part), arguments, changes * part // 10, tmp_path / "quiet")
 
 
 # -- costs, from the config alone
@@ -542,10 +537,9 @@ def test_a_stopped_tuning_goes_on_to_the_same_bytes(
         0.1,
         *more,
     )
-    quiet = crash(tmp_path / "quiet", arguments)
-    assert quiet["code"] == 0, quiet["stderr"]
+    changes = crash.whole(tmp_path / "quiet", arguments)
     output, sent = tmp_path / "out", {"sent": "SIGTERM"} if tenths == 2 else {}
-    assert crash(output, arguments, at=quiet["changes"] * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
+    assert crash(output, arguments, at=changes * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
     assert not (output / "config.json").exists()
     last = crash(output, (*arguments, "--resume"))
     assert last["code"] == 0, last["stderr"]

@@ -1,11 +1,10 @@
 """Hybrids whose codes and scales are refined, through the command line."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import contents, logits
+from checkpoints import logits
 
 OPTIONS = ("--method", "hybrid", "--ratio", 0.5, "--group-size", 16)
 TEXT = ("--samples", 32, "--sequence-length", 32)
@@ -53,10 +52,7 @@ def test_better_than_without(run_cli, arguments, refined, tiny_mixtral_bf16, tin
 
 @pytest.mark.exhaustive
 def test_killed_and_continued(crash, arguments, refined, tmp_path) -> None:
-    output = tmp_path / "out"
-    assert crash(output, arguments, at=75)["code"] == -signal.SIGKILL
-    assert crash(output, (*arguments, "--resume"))["code"] == 0
-    assert contents(output) == contents(refined[0])
+    crash.goes_on(tmp_path / "out", arguments, 75, refined[0])
 
 
 @pytest.mark.exhaustive

@@ -34,7 +34,7 @@ def arguments(tiny_mixtral_bf16, calibration) -> tuple[object, ...]:
 def undisturbed(crash, arguments, tmp_path_factory) -> dict[str, bytes]:
     """What that job writes."""
     output = tmp_path_factory.mktemp("undisturbed") / "model"
-    assert crash(output, arguments)["code"] == 0
+    crash.whole(output, arguments)
     return contents(output)
 
 
@@ -84,13 +84,8 @@ def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command, seve
     if command == "svd-compress":
         options = ("--svd", "vanilla", "--ratio", 0.3)
     arguments = (command, source, *options, *SHARDS)
-    quiet = crash(tmp_path / "quiet", arguments)
-    assert quiet["code"] == 0, quiet["stderr"]
-    output, at = tmp_path / "out", quiet["changes"] * sevenths // 7
-    assert crash(output, arguments, at=at)["code"] == -signal.SIGKILL
-    last = crash(output, (*arguments, "--resume"))
-    assert last["code"] == 0, (at, last["stderr"])
-    assert contents(output) == contents(tmp_path / "quiet"), at
+    changes = crash.whole(tmp_path / "quiet", arguments)
+    crash.goes_on(tmp_path / "out", arguments, changes * sevenths // 7, tmp_path / "quiet")
 
 
 @pytest.mark.parametrize(

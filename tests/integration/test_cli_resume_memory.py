@@ -47,9 +47,8 @@ def alone(crash, tmp_path_factory) -> Callable[..., tuple[dict[str, bytes], int]
     def make(*arguments: object) -> tuple[dict[str, bytes], int]:
         if arguments not in made:
             output = tmp_path_factory.mktemp("alone") / "model"
-            told = crash(output, arguments)
-            assert told["code"] == 0, told["stderr"]
-            made[arguments] = contents(output), told["changes"]
+            changes = crash.whole(output, arguments)
+            made[arguments] = contents(output), changes
         return made[arguments]
 
     return make

@@ -1,13 +1,12 @@
 """`moetool tune --train task-experts`: only the experts that the examples use change (ESFT)."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from checkpoints import contents, load, tensors_of
+from checkpoints import load, tensors_of
 from sampling import sampled
 from torch import Tensor
 
@@ -69,16 +68,10 @@ def test_other_families(run_cli: Any, save_model: Any, short_text: Path, family:
     assert not [name for name in changed if "shared_expert" in name]
 
 
-def test_killed_and_resumed_it_is_the_same(
-    run_cli: Any, crash: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path
-) -> None:
+def test_killed_and_resumed_it_is_the_same(crash: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path) -> None:
     arguments = ("tune", tiny_mixtral, "--data", short_text, *SHORT, *TASK, "--save-every", 1)
-    whole = (arguments[0], arguments[1], tmp_path / "undisturbed", *arguments[2:])
-    assert run_cli(*whole).code == 0
-    assert crash(tmp_path / "killed", arguments, at=20)["code"] == -signal.SIGKILL
-    again = (arguments[0], arguments[1], tmp_path / "killed", *arguments[2:])
-    assert run_cli(*again, "--resume").code == 0
-    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")
+    crash.whole(tmp_path / "undisturbed", arguments)
+    crash.goes_on(tmp_path / "killed", arguments, 20, tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize(

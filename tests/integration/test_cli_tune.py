@@ -137,10 +137,9 @@ def test_a_stopped_job_goes_on_to_the_same_bytes(
     options = {"mixtral": (), "own module": ("--target", "moetool"), "differences": ("--method", "ders-lowrank")}
     made = upcycle(dense("llama"), "--experts", 4, *options[source]).path
     arguments = ("tune", made, *SHORT, "--data", data, "--steps", 6, "--save-every", 2)
-    quiet = crash(tmp_path / "quiet", arguments)
-    assert quiet["code"] == 0, quiet["stderr"]
+    changes = crash.whole(tmp_path / "quiet", arguments)
     output, sent = tmp_path / "out", {"sent": "SIGTERM"} if tenths == 2 else {}
-    assert crash(output, arguments, at=quiet["changes"] * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
+    assert crash(output, arguments, at=changes * tenths // 10, **sent)["code"] in (75, -signal.SIGKILL)
     assert not (output / "config.json").exists()
     assert crash(output, (*arguments, "--seed", 9, "--resume"))["code"] == 2
     last = crash(output, (*arguments, "--resume"))
@@ -364,8 +363,8 @@ def test_other_data_under_the_same_name_is_not_the_same_run(crash: Any, moe: Pat
     mine = tmp_path / "mine.jsonl"
     mine.write_bytes(data.read_bytes())
     arguments = ("tune", moe, *SHORT, "--data", mine, "--steps", 6, "--save-every", 2)
-    quiet = crash(tmp_path / "quiet", arguments)
-    assert crash(tmp_path / "out", arguments, at=quiet["changes"] // 3)["code"] == -signal.SIGKILL
+    changes = crash.whole(tmp_path / "quiet", arguments)
+    assert crash(tmp_path / "out", arguments, at=changes // 3)["code"] == -signal.SIGKILL
     mine.write_text(data.read_text().replace("a", "b"))
     told = crash(tmp_path / "out", (*arguments, "--resume"))
     assert told["code"] == 2, told["stderr"]

@@ -1,13 +1,12 @@
 """`moetool tune --balance-bias`: biases that only the choice of experts sees, moved towards even use."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from checkpoints import contents, load, tensors_of
+from checkpoints import load, tensors_of
 from torch import Tensor
 
 from moetool.runtime.modules.routers import Routers, is_choice_bias
@@ -62,12 +61,8 @@ def test_experts_are_used_more_evenly(
 def test_a_killed_run_continues(crash: Any, source: Path, tiny_text: Path, tmp_path: Path) -> None:
     """From its last checkpoint, which has the biases; the result is the same to the byte."""
     arguments = ("tune", source, *SHORT, "--data", tiny_text, "--save-every", 5)
-    told = crash(tmp_path / "whole", arguments)
-    assert told["code"] == 0, told["stderr"]
-    assert crash(tmp_path / "out", arguments, at=told["changes"] // 2)["code"] == -signal.SIGKILL
-    again = crash(tmp_path / "out", (*arguments, "--resume"))
-    assert again["code"] == 0, again["stderr"]
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    changes = crash.whole(tmp_path / "whole", arguments)
+    crash.goes_on(tmp_path / "out", arguments, changes // 2, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

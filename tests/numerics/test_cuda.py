@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from draws import normal64
 
 from moetool.calibration.output_metric import OutputMetric
 from moetool.numerics.factorize import factorize, truncate, whitened_error
@@ -16,13 +16,10 @@ from moetool.representations.trellis import Trellis
 pytestmark = pytest.mark.cuda
 
 
-def random(*size: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("shape", [(96, 160), (160, 96)])
 def test_whitened_factors_are_as_good(shape: tuple[int, int]) -> None:
-    delta, tokens = random(*shape).float(), random(400, shape[1]) * torch.logspace(-3, 0, shape[1], dtype=torch.float64)
+    delta = normal64(*shape).float()
+    tokens = normal64(400, shape[1]) * torch.logspace(-3, 0, shape[1], dtype=torch.float64)
     gram, errors = tokens.T @ tokens, {}
     for device in ("cpu", "cuda"):
         own, whitening = delta.to(device), gram.to(device)
@@ -32,8 +29,8 @@ def test_whitened_factors_are_as_good(shape: tuple[int, int]) -> None:
 
 
 def test_roots_are_roots() -> None:
-    regular = random(64, 200) @ random(64, 200).T
-    singular = random(64, 20) @ random(64, 20).T
+    regular = normal64(64, 200) @ normal64(64, 200).T
+    singular = normal64(64, 20) @ normal64(64, 20).T
     for matrix in (regular, singular):
         root = square_root(matrix.cuda())
         assert (root @ root.T).cpu().allclose(matrix, atol=1e-9 * float(matrix.diagonal().max()))
@@ -41,7 +38,7 @@ def test_roots_are_roots() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_as_good(bits: int) -> None:
-    matrix, errors = random(32, 128).float(), {}
+    matrix, errors = normal64(32, 128).float(), {}
     for device in ("cpu", "cuda"):
         codes, scales = quantize(matrix.to(device), bits, 32, torch.float32)
         errors[device] = float((dequantize(codes, scales, bits, torch.float32).cpu() - matrix).norm())
@@ -50,7 +47,7 @@ def test_codes_are_as_good(bits: int) -> None:
 
 @pytest.mark.parametrize("form", [Quantized(2, 32), Trellis(2, 32), TrellisRows((0, 0, 8, 8), 32)])
 def test_rows_in_turn_are_as_good(form: Quantized | TrellisRows) -> None:
-    matrix, tokens, gradients = random(64, 128).float(), random(400, 128).float(), random(300, 64).float()
+    matrix, tokens, gradients = normal64(64, 128).float(), normal64(400, 128).float(), normal64(300, 64).float()
     moment, lost = gradients.T @ gradients + 40, {}
     for device in ("cpu", "cuda"):
         gram = (tokens.T @ tokens).to(device)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from coders import GROUP, started
+from draws import normal
 from torch import Tensor
 
 from moetool.numerics import trellis
@@ -25,10 +26,6 @@ CODERS: list[tuple[Coder, int, float]] = [
 every_coder = pytest.mark.parametrize(("coder", "bits", "share"), CODERS)
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def feedback_of(inputs: Tensor) -> Feedback:
     found = Feedback.of((inputs.T @ inputs).double())
     assert found is not None
@@ -38,12 +35,12 @@ def feedback_of(inputs: Tensor) -> Feedback:
 @pytest.fixture
 def alike() -> Feedback:
     """Of inputs that tell much of each other: they lie near a space of an eighth of their dimensions."""
-    shared = random(4000, COLUMNS // 8, seed=1) @ random(COLUMNS // 8, COLUMNS, seed=2)
-    return feedback_of(shared + 0.3 * random(4000, COLUMNS, seed=3))
+    shared = normal(4000, COLUMNS // 8, seed=1) @ normal(COLUMNS // 8, COLUMNS, seed=2)
+    return feedback_of(shared + 0.3 * normal(4000, COLUMNS, seed=3))
 
 
 def part(coder: Coder, bits: int) -> Coded:
-    return started(coder, bits, random(ROWS, COLUMNS, seed=4))
+    return started(coder, bits, normal(ROWS, COLUMNS, seed=4))
 
 
 def lost(own: Coded, codes: Tensor, scales: Tensor, coder: Coder, feedback: Feedback) -> float:
@@ -61,7 +58,7 @@ def test_wider_scales_lose_less_than_fitting_alone(coder: Coder, bits: int, shar
 
 @every_coder
 def test_inputs_that_tell_nothing_of_each_other_leave_scales_to_fitting(coder: Coder, bits: int, share: float) -> None:
-    feedback, own = feedback_of(random(4000, COLUMNS, seed=5)), part(coder, bits)
+    feedback, own = feedback_of(normal(4000, COLUMNS, seed=5)), part(coder, bits)
     assert feedback.flatness > 0.9
     [codes] = coder.fed_back([own], feedback)
     decoded = coder.decoded(codes, own.scales, bits)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 
 from moetool.numerics import output_norm
@@ -12,15 +13,11 @@ ROWS, COLUMNS, BLOCK = 24, 16, 10
 CPU = torch.device("cpu")
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 class Moment:
     """A metric of rows by a whole second moment."""
 
     def __init__(self, rows: int) -> None:
-        root = random(rows, rows, seed=1) + 3 * torch.eye(rows)
+        root = normal(rows, rows, seed=1) + 3 * torch.eye(rows)
         self.whole = root.T @ root
 
     def among(self, rows: Tensor) -> Tensor:
@@ -42,7 +39,7 @@ def in_blocks(moment: Moment) -> Tensor:
 def norm(request: pytest.FixtureRequest, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> tuple[OutputNorm, Tensor]:
     """A norm, and the second moment [out, out] that it stands for."""
     if request.param == "channels":
-        scale = 0.1 + random(ROWS, seed=2).abs()
+        scale = 0.1 + normal(ROWS, seed=2).abs()
         return ChannelNorm(scale), torch.diag(scale.square())
     if request.param == "blocks":
         monkeypatch.setattr(output_norm, "LINKED_ROWS", BLOCK)
@@ -52,20 +49,20 @@ def norm(request: pytest.FixtureRequest, moment: Moment, monkeypatch: pytest.Mon
 
 def test_errors_count_by_the_second_moment(norm: tuple[OutputNorm, Tensor]) -> None:
     own, moment = norm
-    error = random(ROWS, COLUMNS, seed=3)
+    error = normal(ROWS, COLUMNS, seed=3)
     counted = own.times(error).square().sum()
     torch.testing.assert_close(counted, (error.T @ moment @ error).trace(), rtol=1e-5, atol=0)
     torch.testing.assert_close(own.counts(), moment.diagonal(), rtol=1e-5, atol=0)
 
 
 def test_undone(norm: tuple[OutputNorm, Tensor]) -> None:
-    matrix = random(ROWS, COLUMNS, seed=3)
+    matrix = normal(ROWS, COLUMNS, seed=3)
     for own in (norm[0], norm[0].relative()):
         torch.testing.assert_close(own.undone(own.times(matrix)), matrix, rtol=1e-4, atol=1e-5)
 
 
 def test_relative_to_its_largest(norm: tuple[OutputNorm, Tensor]) -> None:
-    matrix = random(ROWS, COLUMNS, seed=3)
+    matrix = normal(ROWS, COLUMNS, seed=3)
     relative, whole = norm[0].relative(), norm[0].times(torch.eye(ROWS))
     torch.testing.assert_close(relative.times(matrix) * whole.diagonal().amax(), norm[0].times(matrix))
 
@@ -88,8 +85,8 @@ def test_like_another(moment: Moment) -> None:
 def test_factors_are_best_in_the_norm(norm: tuple[OutputNorm, Tensor], rank: int) -> None:
     """Beside the least that is possible, by singular values; those that are best in the plain norm lose more."""
     own, moment = norm
-    delta = random(ROWS, COLUMNS, seed=4)
-    given = random(80, COLUMNS, seed=5).double()
+    delta = normal(ROWS, COLUMNS, seed=4)
+    given = normal(80, COLUMNS, seed=5).double()
     gram = given.T @ given
     root, inner = torch.linalg.cholesky(gram), torch.linalg.cholesky(moment.double()).T
     best = torch.linalg.svdvals(inner @ delta.double() @ root).square()[rank:].sum()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from coders import started
+from draws import normal
 from torch import Tensor
 
 from moetool.numerics import row_feedback, trellis
@@ -30,14 +31,10 @@ CODERS: list[tuple[Coder, int, float]] = [  # with the share of the loss that is
 every_coder = pytest.mark.parametrize(("coder", "bits", "share"), CODERS)
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def second_moment(size: int, seed: int) -> Tensor:
     """Of what lies near a space of an eighth of its dimensions."""
-    rows = random(2000, size // 8, seed=seed) @ random(size // 8, size, seed=seed + 1)
-    rows = rows + 0.5 * random(2000, size, seed=seed + 2)
+    rows = normal(2000, size // 8, seed=seed) @ normal(size // 8, size, seed=seed + 1)
+    rows = rows + 0.5 * normal(2000, size, seed=seed + 2)
     return rows.T @ rows / 2000
 
 
@@ -66,7 +63,7 @@ def in_turn(coder: Coder, bits: int, matrix: Tensor, feedback: Feedback, outputs
 
 @pytest.fixture
 def matrix() -> Tensor:
-    return random(ROWS, COLUMNS, seed=9)
+    return normal(ROWS, COLUMNS, seed=9)
 
 
 @pytest.fixture
@@ -82,7 +79,7 @@ def feedback() -> Feedback:
 
 
 def test_the_loss_is_a_sum_over_rows(outputs: Tensor) -> None:
-    inputs, errors = second_moment(COLUMNS, 30).double(), random(ROWS, COLUMNS, seed=1).double()
+    inputs, errors = second_moment(COLUMNS, 30).double(), normal(ROWS, COLUMNS, seed=1).double()
     links, pivots = upper_links(outputs.double())
     assert links.tril(-1).count_nonzero() == 0
     moved = links.T @ errors

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import normal
 from torch import Tensor
 
 from moetool.numerics.error_feedback import Coded, Feedback, feed_back_together
@@ -11,14 +12,10 @@ from moetool.numerics.scale_fitting import fitted_scales
 ROWS, COLUMNS, GROUPS = 12, 48, 3
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture
 def inputs() -> Tensor:
     """Correlated ones [tokens, in], the first of which are loud."""
-    mixed = random(200, COLUMNS, seed=1) @ random(COLUMNS, COLUMNS, seed=2) + 3
+    mixed = normal(200, COLUMNS, seed=1) @ normal(COLUMNS, COLUMNS, seed=2) + 3
     mixed[:, :5] *= 10
     return mixed
 
@@ -39,7 +36,7 @@ def lost(matrix: Tensor, decoded: Tensor, gram: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits: int) -> None:
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=3)
     codes, scales = coded(matrix, gram, bits)
     decoded = dequantize(codes, scales, bits, torch.float32)
     found = fitted_scales(matrix, decoded, scales, gram)
@@ -60,7 +57,7 @@ def test_they_solve_the_least_squares_problem_of_every_row(inputs: Tensor, bits:
 
 
 def test_they_do_not_depend_on_how_many_rows_are_in_memory(inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=3)
     codes, scales = coded(matrix, gram, 2)
     decoded, sizes = dequantize(codes, scales, 2, torch.float32), set[int]()
     together = fitted_scales(matrix, decoded, scales, gram)
@@ -77,7 +74,7 @@ def test_they_do_not_depend_on_how_many_rows_are_in_memory(inputs: Tensor, monke
 
 
 def test_codes_of_one_bit_lose_much_less(inputs: Tensor) -> None:
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=3)
     codes, scales = coded(matrix, gram, 1)
     before = dequantize(codes, scales, 1, torch.float32)
     after = dequantize(codes, fitted_scales(matrix, before, scales, gram), 1, torch.float32)
@@ -85,7 +82,7 @@ def test_codes_of_one_bit_lose_much_less(inputs: Tensor) -> None:
 
 
 def test_no_row_loses_more_in_the_dtype_of_the_scales(inputs: Tensor) -> None:
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=4)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=4)
     codes, scales = coded(matrix, gram, 2)
     scales = scales.bfloat16()
     before = dequantize(codes, scales, 2, torch.float32)
@@ -97,8 +94,8 @@ def test_no_row_loses_more_in_the_dtype_of_the_scales(inputs: Tensor) -> None:
 
 def test_scales_that_are_off_come_back(inputs: Tensor) -> None:
     gram = inputs.T @ inputs
-    right = random(ROWS, GROUPS, seed=5).abs() + 0.1
-    signs = random(ROWS, COLUMNS, seed=6).sign()
+    right = normal(ROWS, GROUPS, seed=5).abs() + 0.1
+    signs = normal(ROWS, COLUMNS, seed=6).sign()
     matrix = signs * right.repeat_interleave(COLUMNS // GROUPS, 1)
     wrong = right * torch.tensor([0.5, 1.0, 2.0])
     found = fitted_scales(matrix, signs * wrong.repeat_interleave(COLUMNS // GROUPS, 1), wrong, gram)
@@ -106,13 +103,13 @@ def test_scales_that_are_off_come_back(inputs: Tensor) -> None:
 
 
 def test_scales_that_their_dtype_cannot_hold_stay_as_they_are(inputs: Tensor) -> None:
-    signs, scales = random(ROWS, COLUMNS, seed=6).sign(), torch.full((ROWS, GROUPS), 60000.0, dtype=torch.float16)
+    signs, scales = normal(ROWS, COLUMNS, seed=6).sign(), torch.full((ROWS, GROUPS), 60000.0, dtype=torch.float16)
     assert torch.equal(fitted_scales(200000 * signs, 60000 * signs, scales, inputs.T @ inputs), scales)
 
 
 def test_what_inputs_do_not_tell_stays_as_it_is(inputs: Tensor) -> None:
     inputs[:, :16] = 0
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=7)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=7)
     codes, scales = coded(matrix, gram, 2)
     matrix[3], scales[3] = 0, 0
     found = fitted_scales(matrix, dequantize(codes, scales, 2, torch.float32), scales, gram)
@@ -125,7 +122,7 @@ def test_what_inputs_do_not_tell_stays_as_it_is(inputs: Tensor) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_stretched_rows_are_as_large_as_they_were_in_their_direction(inputs: Tensor, bits: int) -> None:
-    gram, matrix = inputs.T @ inputs, random(ROWS, COLUMNS, seed=3)
+    gram, matrix = inputs.T @ inputs, normal(ROWS, COLUMNS, seed=3)
     codes, scales = coded(matrix, gram, bits)
     decoded = dequantize(codes, scales, bits, torch.float32)
     fitted = fitted_scales(matrix, decoded, scales, gram)
@@ -151,7 +148,7 @@ def test_no_row_is_stretched_out_of_what_is_known() -> None:
 
 
 def test_rows_that_their_dtype_cannot_hold_are_not_stretched(inputs: Tensor) -> None:
-    matrix, scales = random(2, COLUMNS, seed=3), torch.tensor([[60000.0], [1.0]], dtype=torch.float16)
+    matrix, scales = normal(2, COLUMNS, seed=3), torch.tensor([[60000.0], [1.0]], dtype=torch.float16)
     decoded = matrix.where(torch.arange(COLUMNS) < 24, 0)
     found = fitted_scales(matrix, decoded, scales, torch.eye(COLUMNS), keeps_size=True)
     assert found.isfinite().all()

@@ -1,5 +1,7 @@
 """What every representation in the directory promises, taken from the files that are there."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from draws import normal
@@ -10,6 +12,7 @@ from moetool.representations import (
     NOTHING,
     Measured,
     Representation,
+    Stored,
     Weight,
     describe,
     parse_representation,
@@ -34,6 +37,14 @@ def loaded(form: Representation, encoded: dict[str, Tensor], dtype: torch.dtype)
     return weight
 
 
+def seen(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def promised(tensors: Mapping[str, Stored], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (stored.shape, stored.dtype or dtype) for name, stored in tensors.items()}
+
+
 @pytest.mark.parametrize("kind", sorted(representations()))
 def test_every_kind_says_what_it_is(kind: str) -> None:
     form = representations()[kind]
@@ -56,19 +67,21 @@ def test_spec_round_trip(form: Representation) -> None:
 def test_encoded_as_promised(form: Representation, known: Measured, dtype: torch.dtype) -> None:
     """Names, shapes, dtypes and bytes are those of the headers; decoding them is what the run-time form computes."""
     encoded = form.encode(normal(*SHAPE), dtype, known)
-    promised = form.tensors(SHAPE) | form.shared_tensors(SHAPE)
-    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in encoded.items()} == {
-        name: (stored.shape, stored.dtype or dtype) for name, stored in promised.items()
-    }
+    assert seen(encoded) == promised(form.tensors(SHAPE) | form.shared_tensors(SHAPE), dtype)
+    assert seen(form.build(SHAPE, dtype, CPU).state_dict()) == promised(form.tensors(SHAPE), dtype)
     own = {name: encoded[name] for name in form.tensors(SHAPE)}
     assert sum(tensor.nbytes for tensor in own.values()) == form.nbytes(SHAPE, dtype)
     assert form.damage(encoded, SHAPE) is None
     decoded = form.decode(encoded, SHAPE, dtype)
     assert decoded.shape == SHAPE
     weight = loaded(form, encoded, dtype)
-    assert weight.state_dict().keys() == own.keys()
     with torch.no_grad():
         assert weight.dense().equal(decoded)
+        assert weight.state_dict().keys() == own.keys()
+        again = form.build(SHAPE, dtype, CPU)
+        again.load_state_dict(weight.state_dict())
+        again.share(encoded)
+        assert again.dense().equal(decoded)
         wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in encoded.items()}
         inputs = normal(5, SHAPE[1], seed=3)
         expected = inputs @ form.decode(wide, SHAPE, torch.float32).T

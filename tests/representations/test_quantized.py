@@ -42,11 +42,6 @@ def loaded(representation: Representation, dtype: torch.dtype = torch.float64) -
     return weight
 
 
-@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
-def test_spec_round_trip(representation: Representation) -> None:
-    assert parse_representation(representation.spec) == representation
-
-
 def test_specs_are_what_config_json_says() -> None:
     assert Quantized(4, 128).spec == "quantised:4:128"
     assert QuantizedMatrix(3, 0).spec == "quantised-weight:3:row"
@@ -138,14 +133,6 @@ def test_odd_sizes_are_padded_by_less_than_two_bytes(bits: int) -> None:
 
 
 @pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_are_those_announced(representation: Representation, dtype: torch.dtype) -> None:
-    expected = {name: (s.shape, s.dtype or dtype) for name, s in representation.tensors(SHAPE).items()}
-    for tensors in (encode(representation, matrix(), dtype), representation.build(SHAPE, dtype, CPU).state_dict()):
-        assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == expected
-
-
-@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_forward_is_the_dense_product(representation: Representation, dtype: torch.dtype) -> None:
     weight = loaded(representation, dtype)
@@ -165,15 +152,6 @@ def test_forward_in_bf16_multiplies_the_rounded_matrix(representation: Represent
     weight = loaded(representation, torch.bfloat16)
     identity = torch.eye(32, dtype=torch.bfloat16)
     assert weight(identity).T.equal(weight.dense().bfloat16())
-
-
-@pytest.mark.parametrize("representation", [*PLAIN, *FACTORED])
-def test_state_dict_round_trip(representation: Representation) -> None:
-    weight = loaded(representation)
-    again = representation.build(SHAPE, torch.float64, CPU)
-    again.load_state_dict(copy.deepcopy(weight.state_dict()))
-    assert again.dense().equal(weight.dense())
-    assert representation.decode(weight.state_dict(), SHAPE, torch.float64).equal(weight.dense())
 
 
 def test_one_bit_is_the_sign_times_the_mean_magnitude() -> None:

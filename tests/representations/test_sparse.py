@@ -1,7 +1,5 @@
 """Sparse differences: unbiased with the variance of the closed form, exact bytes, no index where a seed will do."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,14 +24,11 @@ def loaded(representation: Representation, tensors: dict[str, Tensor], dtype: to
     return weight
 
 
-@pytest.mark.parametrize("representation", [*BOTH, MagnitudeSparse(1.0), Sparse(1e-05, (1 << 64) - 1)])
-def test_spec_round_trip(representation: Representation) -> None:
-    assert parse_representation(representation.spec) == representation
-
-
 def test_specs_are_what_config_json_says() -> None:
     assert Sparse(0.9, 17).spec == "sparse:0.9:17"
     assert MagnitudeSparse(0.1).spec == "sparse-magnitude:0.1"
+    extreme = Sparse(1e-05, (1 << 64) - 1)
+    assert parse_representation(extreme.spec) == extreme
 
 
 @pytest.mark.parametrize(
@@ -82,14 +77,6 @@ def test_counts_are_exact_decimals() -> None:
     assert Sparse(0.71, 0).count((10, 10)) == 29
     assert MagnitudeSparse(0.29).count((10, 10)) == 29
     assert Sparse(0.99, 0).count((2, 2)) == 1
-
-
-@pytest.mark.parametrize("representation", BOTH)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_are_those_announced(representation: Representation, dtype: torch.dtype) -> None:
-    expected = {name: (s.shape, s.dtype or dtype) for name, s in representation.tensors(SHAPE).items()}
-    for tensors in (representation.encode(delta(), dtype), representation.build(SHAPE, dtype, CPU).state_dict()):
-        assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} == expected
 
 
 @pytest.mark.parametrize("representation", BOTH)
@@ -171,15 +158,6 @@ def test_forward_is_the_dense_product(representation: Representation, dtype: tor
     torch.testing.assert_close(weight(inputs), inputs @ weight.dense().to(dtype).T)
     assert weight.dense().dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert weight(inputs[:0]).shape == (0, 12)
-
-
-@pytest.mark.parametrize("representation", BOTH)
-def test_state_dict_round_trip(representation: Representation) -> None:
-    weight = loaded(representation, representation.encode(delta(), torch.float64))
-    weight.dense()
-    assert set(weight.state_dict()) == set(representation.tensors(SHAPE))  # found positions are not part of it
-    again = loaded(representation, copy.deepcopy(weight.state_dict()))
-    assert again.dense().equal(weight.dense())
 
 
 def test_loading_again_forgets_old_positions() -> None:

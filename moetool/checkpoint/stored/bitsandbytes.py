@@ -8,7 +8,7 @@ Source: https://github.com/bitsandbytes-foundation/bitsandbytes, arXiv:2305.1431
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +99,8 @@ def _find(files: QuantizedFiles) -> StoredTensors:
             raise files.refuse(f"{name} is stored in bytes, and there is no {name}{_STATE}nf4, nor fp4")
     kinds = sorted({"double quantization" for matrix in matrices if len(matrix.parts) > _PARTS})
     named = str(files.entry.get("bnb_4bit_quant_type", "")).upper() or "4 bits"
-    return StoredTensors(matrices, f"bitsandbytes ({', '.join([named, *kinds])})", [*_states(files)])
-
-
-def _states(files: QuantizedFiles) -> Iterator[str]:
-    return (name for name in files.tensors if _STATE in name)
+    states = [name for name in files.tensors if _STATE in name]
+    return StoredTensors(matrices, f"bitsandbytes ({', '.join([named, *kinds])})", states)
 
 
 def _state(files: QuantizedFiles, name: str) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
+from moetool.checkpoint.stored.codes import looked_up, table_of_halves
 from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, StoredTensors
 from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
@@ -32,12 +33,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 @cache
 def _pairs() -> Tensor:
-    """What each of 256 bytes stands for as two numbers of 4 bits: one complex number, the lower half first.
-
-    Rows of a table are looked up a third as fast.
-    """
-    every, numbers = torch.arange(256), torch.tensor(_E2M1)
-    return torch.complex(numbers[every & 15], numbers[every >> 4])
+    """The table `[256, 2]` of bytes that hold two numbers of 4 bits, the lower half first."""
+    return table_of_halves(torch.tensor(_E2M1)).flip(1)
 
 
 def small_floats(codes: Tensor) -> Tensor:
@@ -46,8 +43,7 @@ def small_floats(codes: Tensor) -> Tensor:
     Bits of e4m3 and e5m2 are put where fp16 has its own: a fortieth of the time of torch's conversion on a CPU.
     """
     if not codes.dtype.is_floating_point:
-        found = _pairs().index_select(0, codes.view(torch.uint8).view(-1).int())
-        return torch.view_as_real(found).reshape(codes.shape[0], -1)
+        return looked_up(codes.view(torch.uint8), _pairs())
     bits = codes.view(torch.int8).to(torch.int16)
     if codes.dtype == torch.float8_e5m2:  # the upper half of fp16
         return bits.bitwise_left_shift_(8).view(torch.float16).float()

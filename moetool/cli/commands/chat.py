@@ -9,7 +9,7 @@ import typer
 from moetool.cli import next_step
 from moetool.cli.display import Display
 from moetool.cli.generate import build_options, builder
-from moetool.cli.typed import standard_input
+from moetool.cli.streams import standard_input, write_out
 from moetool.errors import MoetoolError
 from moetool.talk.checkpoint import CheckpointTalker
 from moetool.talk.conversation import Answer, Conversation, Talker
@@ -39,7 +39,7 @@ def build(
             conversation.reset()
         elif text:
             try:
-                answers.append(conversation.say(text, _write))
+                answers.append(conversation.say(text, write_out))
             except (MoetoolError, KeyboardInterrupt) as error:
                 if not is_terminal:
                     raise
@@ -70,7 +70,3 @@ def _typed() -> Iterator[str]:
     with contextlib.suppress(EOFError):
         while True:
             yield input("> ").strip()
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

@@ -9,6 +9,7 @@ import typer
 
 from moetool.checkpoint.files import write_json
 from moetool.cli import next_step
+from moetool.cli.command import option_of
 from moetool.cli.display import SCHEMA_VERSION, AsJson, LogJson, print_json, watched
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
@@ -88,15 +89,11 @@ def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, Ta
     of_text = {name: said[name] for name in said.keys() & EvaluationOptions.model_fields.keys() - _SHARED}
     of_tasks = {name: said[name] for name in said.keys() - EvaluationOptions.model_fields.keys()}
     if of_tasks and "tasks" not in of_tasks:
-        raise UsageError(f"{_flag(of_tasks)} is of tasks: say which (--tasks).")
+        raise UsageError(f"{option_of(next(iter(of_tasks)))} is of tasks: say which (--tasks).")
     if of_tasks and of_text and "data" not in of_text:
-        raise UsageError(f"{_flag(of_text)} is of a text: say which (--data), or leave it out.")
+        raise UsageError(f"{option_of(next(iter(of_text)))} is of a text: say which (--data), or leave it out.")
     text = build_options(EvaluationOptions, shared | of_text) if of_text or not of_tasks else None
     return text, build_options(TaskOptions, shared | of_tasks) if of_tasks else None
-
-
-def _flag(said: Mapping[str, object]) -> str:
-    return "--" + next(iter(said)).replace("_", "-")
 
 
 def new_file(path: Path) -> Path:

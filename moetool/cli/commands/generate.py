@@ -7,7 +7,7 @@ import typer
 from moetool.cli import next_step
 from moetool.cli.display import AsJson, Display, print_json
 from moetool.cli.generate import build_options, builder
-from moetool.cli.typed import standard_input
+from moetool.cli.streams import standard_input, write_out
 from moetool.measure.generation import GenerationOptions, generate
 
 
@@ -21,14 +21,10 @@ def build(
     """Run `moetool generate`, with the prompt from the command line or from stdin."""
     text = standard_input().read() if prompt == "-" else prompt
     display = Display()
-    result = generate(model, text, build_options(GenerationOptions, typed), display, None if json else _write)
+    result = generate(model, text, build_options(GenerationOptions, typed), display, None if json else write_out)
     if json:
         print_json(result.to_json())
         return
     print()
     display.log(f"{result.new_tokens} tokens, {result.tokens_per_second:.1f} per second.")
     next_step.tell(next_step.line("bench", model))
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,8 +22,11 @@ from moetool.cli.generate import build_options, make_command
 from moetool.cli.jobs import print_plan, print_result
 from moetool.cli.presets import explaining_paths, preset_options
 from moetool.errors import UsageError
+from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
 from moetool.job.processes import is_first_process
-from moetool.job.result import Json
+from moetool.job.result import Json, Result
+from moetool.job.stage import AnyStage
 
 _REPAIR_HELP = (
     "Afterwards train the result for N steps to predict what INPUT predicts, at the same size (see `moetool repair`)."
@@ -84,15 +87,16 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
             return
         if methods:
             typed.pop(choice)
-        planned, plan_stage, run_stage = _jobs(typed.pop("repair") if repairs else None)
+        repair = typed.pop("repair") if repairs else None
         with nullcontext() if dry_run else telling(has_trainer=stage.has_trainer):
             if same_input and not resume:
                 raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
             given = preset_options(preset, name, own if methods else None)
             options = build_options(stage.options_type, typed, given)
             events = None if log_json is None or dry_run or not is_first_process() else EventLog(log_json, output)
+        plan_checked, plan_job, run = _jobs(stage, input, options, repair)
         if dry_run:
-            plan, in_bf16 = planned(stage, input, output, options, resume=resume, overwrite=overwrite)
+            plan, in_bf16 = plan_checked(output, resume=resume, overwrite=overwrite)
             told = estimate(plan, options, output)
             if json:
                 print_json({**plan.to_json(), **told.to_json()})
@@ -105,25 +109,16 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 next_step.tell(next_step.without_dry_run(name, words))
             return
         if not is_first_process():
-            run_stage(stage, input, output, options, resume=resume, overwrite=overwrite, same_input=same_input)
+            run(output, resume=resume, overwrite=overwrite, same_input=same_input)
             return
         with logged(events) as ended:
             if events is not None:
                 with telling(has_trainer=stage.has_trainer):
-                    plan = plan_stage(stage, input, options)
+                    plan = plan_job()
                 job: dict[str, Json] = {"command": name, "stage": own, "input": input, "output": str(output)}
                 started(events, {**job, "resume": resume}, options.model_dump(mode="json"), plan=plan.to_json())
             progress = Display(events)
-            result = run_stage(
-                stage,
-                input,
-                output,
-                options,
-                resume=resume,
-                overwrite=overwrite,
-                progress=progress,
-                same_input=same_input,
-            )
+            result = run(output, resume=resume, overwrite=overwrite, progress=progress, same_input=same_input)
             ended(result)
         if json:
             print_json(result.to_json())
@@ -136,20 +131,23 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
     return make_command(name, explaining_paths(command), stage.options_type, *more, form=form, summary=summary)
 
 
-def _jobs(repair: object) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def _jobs(
+    stage: type[AnyStage], source: str, options: RunOptions, repair: object
+) -> tuple[Callable[..., tuple[Plan, Plan | None]], Callable[[], Plan], Callable[..., Result]]:
     """The functions that plan a job with its checks, plan it and run it: of the stage alone, or with so many steps of
     `repair` after it."""
-    if not isinstance(repair, int):
-        from moetool.job.execute import run_stage
-        from moetool.job.planning import dry_run, plan_stage
+    if isinstance(repair, int):
+        from moetool.repair.chain import Repaired
 
-        return dry_run, plan_stage, run_stage
-    from moetool.repair.chain import dry_run_repaired, plan_repaired, run_repaired
+        repaired = Repaired(stage, source, options, repair)
+        return repaired.dry_run, repaired.plan, repaired.run
+    from moetool.job.execute import run_stage
+    from moetool.job.planning import dry_run, plan_stage
 
     return (
-        partial(dry_run_repaired, steps=repair),
-        partial(plan_repaired, steps=repair),
-        partial(run_repaired, steps=repair),
+        partial(dry_run, stage, source, options=options),
+        partial(plan_stage, stage, source, options),
+        partial(run_stage, stage, source, options=options),
     )
 
 

@@ -14,6 +14,7 @@ from moetool.bases.layer_base import LayerBase, base_path
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned
 from moetool.calibration.routed_tokens import RoutedTokens
+from moetool.checkpoint.experts import Weights
 from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.budget.items import factors_of
 from moetool.compress.delta_forms import agreed_layouts
@@ -36,34 +37,49 @@ from moetool.compress.results import RankedLayer, RankedResult
 from moetool.costs.building_blocks import moe_size, refine_together
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
-from moetool.costs.phases import factor_phases, with_codes_beside
+from moetool.costs.phases import FACTORIZE, factor_phases, with_codes_beside
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.including import included_bytes, included_shapes
 from moetool.job.job import Job, Source
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
-from moetool.job.result import CalibrationFacts, significant
+from moetool.job.progress import phase
+from moetool.job.result import significant
 from moetool.job.shards import OutputPlan
 from moetool.job.writing import entry_for, original_bytes, write_model
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 
 
+def measure_layers(job: Job, options: FactorOptions, base_of: Callable[[int, Weights], LayerBase]) -> None:
+    """Write base and spectra of every layer to the work directory without a text; processes share the layers."""
+    reader = job.source.experts
+    once = dict.fromkeys(reader.moe_layers, 1)
+    with phase(job.progress, FACTORIZE, len(once)):
+        for layer in job.share("measure", once, once):
+            weights, file = reader.weights(layer), SpectrumFile(job.work, layer, reader.shape, options.share)
+            base = base_of(layer, weights)
+            base.save(path := base_path(job.work, layer))
+            LayerFactors(reader.shape, Deltas(weights, base, job.device), options, None).measure(file)
+            job.finish(f"measure/{layer}", made=[path, file.path])
+            job.progress.advance()
+
+
 class FactoredLayers:
     """All MoE layers of a job, from bases and spectra in the work directory to ranks and weight files."""
 
     def __init__(self, job: Job, dynamic_channels: int | Mapping[int, int], options: FactorOptions) -> None:
-        self.job, self.reader = job, job.source.experts
-        self.spectra = []
-        for layer in self.reader.moe_layers:
+        self._job, self._reader, self._options = job, job.source.experts, options
+        self._spectra = []
+        for layer in self._reader.moe_layers:
             base = LayerBase.load(base_path(job.work, layer))
             dynamic = dynamic_channels if isinstance(dynamic_channels, int) else dynamic_channels[layer]
-            file = SpectrumFile(job.work, layer, self.reader.shape, options.share)
+            file = SpectrumFile(job.work, layer, self._reader.shape, options.share)
             tokens = file.tokens()
             if base.statistics is not None and not bool(tokens.any()):
                 tokens = base.statistics.tokens
-            self.spectra.append(
+            self._spectra.append(
                 LayerSpectra(
                     layer,
                     file,
@@ -76,54 +92,100 @@ class FactoredLayers:
                 )
             )
 
-    def _plan(self, layouts: Mapping[int, LayerLayout]) -> OutputPlan:
-        return OutputPlan(self.job.source, layouts, self.job.options.shard_size)
+    def finish(self, method: str, calibrated: CalibratedJob | None, refine: int = 0) -> RankedResult:
+        """Choose ranks, encode, write, and report; base and factors are refined in `refine` steps per layer."""
+        job, reader, options = self._job, self._reader, self._options
+        missed = [f"layer {entry.layer} expert {expert}" for entry in self._spectra for expert in unreached(entry)]
+        if missed:
+            job.progress.log(
+                f"No calibration token reached {len(missed)} expert{'s' * (len(missed) > 1)} ({', '.join(missed[:4])}"
+                f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
+            )
+        layouts = agreed_layouts(job.ranks, self._layouts())
+        refining = Refining(reader, job.work, job.device, refine, options.seed) if refine else None
 
-    def layouts(self, options: FactorOptions) -> dict[int, LayerLayout]:
-        """The layout of every layer, with ranks that keep to a ratio of the original's bytes, or with one rank."""
-        shape = self.reader.shape
-        groups = build_groups(self.spectra, shape, self.reader.dtype, options.rank_multiple)
-        if options.rank is not None:
-            return layouts_from(self.spectra, shape, same_rank(self.spectra, shape, options.rank))
-        assert options.ratio is not None
-        target = round(original_bytes(self.job.source) * (1 - options.ratio))
-        return fit_layouts(
-            options.allocation, self.spectra, groups, shape, target, lambda layouts: self._plan(layouts).nbytes
-        )
+        def factors(
+            layer: int,
+            module: nn.Module,
+            layout: LayerLayout,
+            base: LayerBase,
+            owned: Owned,
+            others: Sequence[Collector] = (),
+        ) -> Iterator[tuple[str, Tensor]]:
+            if calibrated is None:
+                deltas = Deltas(reader.weights(layer), base, job.device)
+                found = LayerFactors(reader.shape, deltas, options, None, owned)
+            else:
+                sweep = calibrated.sweep
+                found = LayerFactors.on_text(
+                    calibrated, sweep, layer, module, base, owned, options, keep=True, others=others
+                )
+            return found.encode(layout, reader.dtype)
 
-    def write(
-        self,
-        encoding: Encoding,
-        layouts: Mapping[int, LayerLayout],
-        calibration: CalibrationFacts | None,
-        layers: Callable[[], Mapping[int, RankedLayer]],
-        *,
-        method: str,
-    ) -> None:
-        """Write the checkpoint shard by shard, encoding the layers of each shard before it is written."""
-        statistics = {entry.layer: entry.statistics for entry in self.spectra if entry.statistics is not None}
+        def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
+            if refining is None or calibrated is None:
+                yield from factors(layer, module, layout, LayerBase.load(base_path(job.work, layer)), owned)
+                return
+            base = refining.unmoved_base(layer, owned.peers)
+            with RoutedTokens(calibrated.sweep, layer).kept() as examples:
+                encoded = factors(layer, module, layout, base, owned, [examples])
+                native, weights = calibrated.experts(module), calibrated.weights(layer, module)
+                moved = LayerRefining(refining, layer, native, weights, base, layout, examples)
+                yield from moved.refined_together(encoded, owned)
+
+        lost = self._lost(layouts)
+
+        def layers() -> dict[int, RankedLayer]:
+            if refining is None:
+                return lost
+            return {layer: replace(own, refined=refining.result(layer)) for layer, own in lost.items()}
+
+        encoding, facts = Encoding(job, layouts, encode, calibrated), None if calibrated is None else calibrated.facts
         write_model(
-            self.job,
+            job,
             self._plan(layouts),
             encoding.tensors,
-            entry=entry_for(layouts, self.job.source, method=method),
-            statistics=statistics,
-            calibration=calibration,
+            entry=entry_for(layouts, job.source, method=method),
+            statistics={entry.layer: entry.statistics for entry in self._spectra if entry.statistics is not None},
+            calibration=facts,
             layers=layers,
             making=encoding,
         )
+        return RankedResult(
+            calibration=facts,
+            ratio=options.ratio,
+            unreached_experts=missed,
+            depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
+            notes=() if (note := self._trim_note(layouts)) is None else (note,),
+            layers=layers(),
+        )
 
-    def trim_note(self, layouts: Mapping[int, LayerLayout], options: FactorOptions) -> str | None:
+    def _plan(self, layouts: Mapping[int, LayerLayout]) -> OutputPlan:
+        return OutputPlan(self._job.source, layouts, self._job.options.shard_size)
+
+    def _layouts(self) -> dict[int, LayerLayout]:
+        """The layout of every layer, with ranks that keep to a ratio of the original's bytes, or with one rank."""
+        shape, options = self._reader.shape, self._options
+        if options.rank is not None:
+            return layouts_from(self._spectra, shape, same_rank(self._spectra, shape, options.rank))
+        assert options.ratio is not None
+        groups = build_groups(self._spectra, shape, self._reader.dtype, options.rank_multiple)
+        target = round(original_bytes(self._job.source) * (1 - options.ratio))
+        return fit_layouts(
+            options.allocation, self._spectra, groups, shape, target, lambda layouts: self._plan(layouts).nbytes
+        )
+
+    def _trim_note(self, layouts: Mapping[int, LayerLayout]) -> str | None:
         """The note that the result is smaller than was asked for, if all deltas that `--trim` has left are whole."""
         dropped = sum(_is_cut(form) for layout in layouts.values() for _, _, form in layout.deltas())
-        if dropped > options.trim * len(self.reader.shape.roles) * len(layouts):
+        if dropped > self._options.trim * len(self._reader.shape.roles) * len(layouts):
             return None
-        return _trim_note(options, self._plan(layouts).nbytes, original_bytes(self.job.source))
+        return _trim_note(self._options, self._plan(layouts).nbytes, original_bytes(self._job.source))
 
-    def lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
+    def _lost(self, layouts: Mapping[int, LayerLayout]) -> dict[int, RankedLayer]:
         """The tokens of each expert, and the share of each delta's energy that its rank loses, by layer."""
         lost = {}
-        for entry in self.spectra:
+        for entry in self._spectra:
             layout = layouts[entry.layer]
             tokens = entry.factors.tokens()
             given = tokens if bool(tokens.any()) else None if entry.statistics is None else entry.statistics.tokens
@@ -136,73 +198,6 @@ class FactoredLayers:
                 errors[role].append(significant(max(error, 0.0)))
             lost[entry.layer] = RankedLayer(tokens=None if given is None else given.tolist(), lost_energy=errors)
         return lost
-
-
-def finish(
-    job: Job,
-    factored: FactoredLayers,
-    options: FactorOptions,
-    method: str,
-    calibrated: CalibratedJob | None,
-    refine: int = 0,
-) -> RankedResult:
-    """Choose ranks, encode, write, and report; base and factors are refined in `refine` steps per layer."""
-    missed = [f"layer {entry.layer} expert {expert}" for entry in factored.spectra for expert in unreached(entry)]
-    if missed:
-        job.progress.log(
-            f"No calibration token reached {len(missed)} expert{'s' * (len(missed) > 1)} ({', '.join(missed[:4])}"
-            f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
-        )
-    layouts = agreed_layouts(job.ranks, factored.layouts(options))
-    reader = job.source.experts
-    refining = Refining(reader, job.work, job.device, refine, options.seed) if refine else None
-
-    def factors(
-        layer: int,
-        module: nn.Module,
-        layout: LayerLayout,
-        base: LayerBase,
-        owned: Owned,
-        others: Sequence[Collector] = (),
-    ) -> Iterator[tuple[str, Tensor]]:
-        if calibrated is None:
-            deltas = Deltas(reader.weights(layer), base, job.device)
-            found = LayerFactors(reader.shape, deltas, options, None, owned)
-        else:
-            sweep = calibrated.sweep
-            found = LayerFactors.on_text(
-                calibrated, sweep, layer, module, base, owned, options, keep=True, others=others
-            )
-        return found.encode(layout, reader.dtype)
-
-    def encode(layer: int, module: nn.Module, layout: LayerLayout, owned: Owned) -> Iterator[tuple[str, Tensor]]:
-        if refining is None or calibrated is None:
-            yield from factors(layer, module, layout, LayerBase.load(base_path(job.work, layer)), owned)
-            return
-        base = refining.unmoved_base(layer, owned.peers)
-        with RoutedTokens(calibrated.sweep, layer).kept() as examples:
-            encoded = factors(layer, module, layout, base, owned, [examples])
-            native, weights = calibrated.experts(module), calibrated.weights(layer, module)
-            moved = LayerRefining(refining, layer, native, weights, base, layout, examples)
-            yield from moved.refined_together(encoded, owned)
-
-    lost = factored.lost(layouts)
-
-    def layers() -> dict[int, RankedLayer]:
-        if refining is None:
-            return lost
-        return {layer: replace(own, refined=refining.result(layer)) for layer, own in lost.items()}
-
-    encoding, facts = Encoding(job, layouts, encode, calibrated), None if calibrated is None else calibrated.facts
-    factored.write(encoding, layouts, facts, layers, method=method)
-    return RankedResult(
-        calibration=facts,
-        ratio=options.ratio,
-        unreached_experts=missed,
-        depends_on_batch=any(layout.dynamic_channels for layout in layouts.values()),
-        notes=() if (note := factored.trim_note(layouts, options)) is None else (note,),
-        layers=layers(),
-    )
 
 
 def _is_cut(form: Representation) -> bool:

@@ -12,7 +12,6 @@ from moetool.architectures import Role
 from moetool.bases.choices import BaseCompression, Merge
 from moetool.bases.layer_base import agreed, base_path, base_rank, factored_base, measured_base
 from moetool.bases.pruning import plan_pruning
-from moetool.calibration.output_gradients import OutputGradients, metric_path
 from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.sizes import Part
 from moetool.compress.delta_forms import refuse_compressed
@@ -23,7 +22,6 @@ from moetool.compress.factors.writing import (
     factor_memory,
     factor_plan,
     factors_at_once,
-    finish,
 )
 from moetool.compress.paper_counting import PaperRank, paper_rank
 from moetool.compress.results import RankedResult
@@ -161,8 +159,7 @@ class D2MoE(Stage[D2MoEOptions]):
         if pruning.dynamic:
             job.progress.log(BATCH_DEPENDENT)
         calibrated = self._measured(job)
-        factored = FactoredLayers(job, pruning.dynamic, options)
-        found = finish(job, factored, options, self.name, calibrated, options.refine)
+        found = FactoredLayers(job, pruning.dynamic, options).finish(self.name, calibrated, options.refine)
         return replace(found, notes=[*found.notes, _INSTEAD])
 
     def _measured(self, job: Job) -> CalibratedJob:
@@ -173,10 +170,7 @@ class D2MoE(Stage[D2MoEOptions]):
 
         def visit(index: int, layer: nn.Module) -> None:
             has_metric = options.links_outputs or options.refine > 0
-            metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if has_metric else []
-            base = measured_base(calibrated, index, layer, options.merge, metrics).pruned(pruning)
-            if metrics and job.ranks.is_first:
-                metrics[0].save(metric_path(job.work, index))
+            base = measured_base(calibrated, index, layer, options.merge, metric=has_metric).pruned(pruning)
             if self._factored_base:
                 base = factored_base(calibrated, index, layer, base, options.prune_base)
             base = agreed(job.ranks, base_path(job.work, index), base)

@@ -12,20 +12,16 @@ from typing import ClassVar
 from pydantic import Field
 
 from moetool.architectures import Role
-from moetool.bases.delta import Deltas
-from moetool.bases.layer_base import LayerBase, base_path, no_base, unweighted_base
+from moetool.bases.layer_base import LayerBase, no_base, unweighted_base
 from moetool.checkpoint.experts import Weights
 from moetool.compress.delta_forms import refuse_compressed
-from moetool.compress.factors.files import LayerFactors, SpectrumFile
 from moetool.compress.factors.options import FactorOptions
-from moetool.compress.factors.writing import FactoredLayers, factor_memory, factor_plan, finish
+from moetool.compress.factors.writing import FactoredLayers, factor_memory, factor_plan, measure_layers
 from moetool.compress.results import RankedResult
-from moetool.costs.phases import FACTORIZE
 from moetool.format.layout import NO_BASE
 from moetool.job.job import Job
 from moetool.job.options import KeepOptions, RunOptions, SizeOptions
 from moetool.job.plan import Plan
-from moetool.job.progress import phase
 from moetool.job.stage import Stage
 from moetool.representations import Representation
 
@@ -81,17 +77,8 @@ class UnmeasuredSvd(Stage[PlainSvdOptions]):
         )
 
     def run(self, job: Job) -> RankedResult:
-        reader, options = self.source.experts, self._factors
-        once = dict.fromkeys(reader.moe_layers, 1)
-        with phase(job.progress, FACTORIZE, len(once)):
-            for layer in job.share("measure", once, once):
-                weights, file = reader.weights(layer), SpectrumFile(job.work, layer, reader.shape, options.share)
-                base = self._base(weights)
-                base.save(path := base_path(job.work, layer))
-                LayerFactors(reader.shape, Deltas(weights, base, job.device), options, None).measure(file)
-                job.finish(f"measure/{layer}", made=[path, file.path])
-                job.progress.advance()
-        return finish(job, FactoredLayers(job, 0, options), options, self.name, None)
+        measure_layers(job, self._factors, lambda _, weights: self._base(weights))
+        return FactoredLayers(job, 0, self._factors).finish(self.name, None)
 
 
 class PlainSvd(UnmeasuredSvd):

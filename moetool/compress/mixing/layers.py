@@ -15,7 +15,7 @@ from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
-from moetool.calibration.output_gradients import OutputGradients, metric_path
+from moetool.calibration.output_gradients import metric_path
 from moetool.calibration.output_metric import LayerMetric
 from moetool.calibration.peers import Owned
 from moetool.calibration.recorded import spread
@@ -145,10 +145,7 @@ class MixedLayers:
     def _visit(self, index: int, layer: nn.Module) -> None:
         """Make a layer's base in every scheme, and measure all forms of its deltas."""
         job, calibrated = self.job, self._calibrated
-        metrics = [OutputGradients(calibrated.gradient_sweep, job.device)] if self._has_metrics else []
-        merged = measured_base(calibrated, index, layer, self._merge, metrics)
-        if metrics and job.ranks.is_first:
-            metrics[0].save(metric_path(job.work, index))
+        merged = measured_base(calibrated, index, layer, self._merge, metric=self._has_metrics)
         if self._given is not None:
             if (layout := self._given.get(index)) is not None:
                 agreed(job.ranks, base_path(job.work, index), merged.encoded(layout.base, layout.rotation))
@@ -156,7 +153,7 @@ class MixedLayers:
         weights, deltas = calibrated.weights(index, layer), dict[str, Deltas]()
         for scheme in self._schemes:
             if scheme.name not in deltas:
-                own = scheme.encoded_base(self._reader.shape, index, merged)
+                own = merged.encoded(scheme.base, scheme.rotation_seeds(self._reader.shape, index))
                 base = agreed(job.ranks, self._base_path(index, scheme), own)
                 deltas[scheme.name] = Deltas(weights, base, job.device)
         owned = Owned(self._reader.shape, job.ranks)

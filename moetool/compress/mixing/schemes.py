@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 
 from moetool.architectures import MoEShape, Role
-from moetool.bases.layer_base import LayerBase
 from moetool.checkpoint.experts import ExpertReader
 from moetool.compress.delta_forms import base_representations, in_groups
 from moetool.errors import UsageError
@@ -79,11 +78,6 @@ class StorageScheme:
         """The rotation of a role's inputs; `None` where inputs are not rotated."""
         found = self.rotation_seeds(shape, layer)
         return Rotation(shape.matrix(role)[1], found[role]) if found else None
-
-    def encoded_base(self, shape: MoEShape, layer: int, merged: LayerBase) -> LayerBase:
-        """Encode a layer's merged base in this scheme's representation, with its inputs rotated if the scheme says
-        so."""
-        return merged.encoded(self.base, self.rotation_seeds(shape, layer))
 
 
 def rotation_seeds(shape: MoEShape, layer: int, seed: int) -> dict[Role, int]:

@@ -1,31 +1,29 @@
 """Stage that stores experts as a base and dense deltas, losing nothing: the second of D²-MoE's (§3.1, Eq. 3)."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from moetool.bases.given import GivenBase, in_few_bits, kinship_warning, open_base
 from moetool.bases.layer_base import base_tensors
-from moetool.checkpoint.reader import Checkpoint
-from moetool.compress.delta_forms import ExtendedOptions, base_representations
+from moetool.compress.delta_forms import base_representations
+from moetool.compress.given_base import GivenBaseOptions, OnGivenBase
 from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import decomposing_phases
 from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import Job
-from moetool.job.options import KeepOptions, RunOptions
+from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.result import Details
 from moetool.job.shards import OutputPlan
-from moetool.job.stage import Effect, Stage, found_here
+from moetool.job.stage import Effect
 from moetool.job.writing import entry_for, write_model
 from moetool.representations.dense import Dense
 
 
-class DecomposeOptions(RunOptions, KeepOptions, ExtendedOptions):
+class DecomposeOptions(GivenBaseOptions):
     """Options of decomposing: the base to which experts become deltas."""
 
     group_size: int = Field(
@@ -35,7 +33,7 @@ class DecomposeOptions(RunOptions, KeepOptions, ExtendedOptions):
     )
 
 
-class Decompose(Stage[DecomposeOptions]):
+class Decompose(OnGivenBase[DecomposeOptions]):
     """Adds a base to every MoE layer.
 
     A delta is kept as the expert's own weight beside the base. That is the same information in the same bytes, and
@@ -54,23 +52,14 @@ class Decompose(Stage[DecomposeOptions]):
         layout = LayerLayout.uniform(
             reader.shape,
             Dense(),
-            base=base_representations(reader.shape, options.base_bits, options.group_size),
+            base=base_representations(reader.shape, options.base_bits, self._base_group),
             extended=options.shared_expert,
         )
         return OutputPlan(self.source, dict.fromkeys(reader.moe_layers, layout), options.shard_size)
 
-    def _base(self) -> GivenBase:
-        options = self.options
-        return open_base(options.base, self.source.experts, shared_expert=options.shared_expert)
-
-    def inputs(self) -> Mapping[str, Checkpoint]:
-        return {**super().inputs(), **self._base().inputs()}
-
-    def sources(self) -> Mapping[str, str]:
-        return {**super().sources(), "base": self._base().fingerprint}
-
-    def reads(self) -> list[Path]:
-        return found_here([self.options.base])
+    @property
+    def _base_group(self) -> int:
+        return self.options.group_size
 
     def plan(self) -> Plan:
         reader, output = self.source.experts, self._output_plan()
@@ -86,29 +75,25 @@ class Decompose(Stage[DecomposeOptions]):
         )
 
     def run(self, job: Job) -> Details:
-        reader, options = self.source.experts, self.options
-        given = self._base()
-        if warning := kinship_warning(given):
-            job.progress.log(warning)
+        reader = self.source.experts
+        given = self._opened(job)
+        load_base = self._loading(given)
 
         def tensors(layer: int, layout: LayerLayout) -> Iterator[tuple[str, Tensor]]:
             weights = reader.weights(layer)
-            base = in_few_bits(given.layer(layer, weights), options.base_bits, options.group_size)
-            yield from base_tensors(reader, layer, layout, base)
+            yield from base_tensors(reader, layer, layout, load_base(layer, weights))
             prefix = reader.architecture.experts_prefix(layer)
             for expert, role, form in layout.deltas():
                 for name, tensor in form.encode(weights(expert, role), reader.dtype).items():
                     yield prefix + delta_name(expert, role, name), tensor
 
         plan = self._output_plan()
-        statistics = {layer: given.statistics(layer) for layer in reader.moe_layers}
-        measured = {layer: own for layer, own in statistics.items() if own is not None}
         write_model(
             job,
             plan,
             tensors,
             entry=entry_for(plan.layouts, self.source, method=self.name),
-            statistics=measured,
+            statistics=given.statistics(),
             metrics=given.metrics(),
         )
         return Details()

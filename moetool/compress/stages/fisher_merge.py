@@ -8,7 +8,7 @@ from torch import nn
 
 from moetool.bases.choices import UNMEASURED_MERGES, Merge
 from moetool.bases.layer_base import agreed, base_path, measured_base, unweighted_base
-from moetool.calibration.output_gradients import OutputGradients, metric_path
+from moetool.calibration.output_gradients import metric_path
 from moetool.checkpoint.files import place
 from moetool.compress.results import LayersResult, MergedLayer
 from moetool.costs.building_blocks import moe_size
@@ -102,10 +102,7 @@ class FisherMerge(Stage[FisherMergeOptions]):
             calibrated = CalibratedJob(job, options, gradients=True, experts_at_once=self._experts_at_once)
 
             def visit(index: int, layer: nn.Module) -> None:
-                outputs = OutputGradients(calibrated.gradient_sweep, job.device)
-                base = measured_base(calibrated, index, layer, options.merge, [outputs])
-                if job.ranks.is_first:
-                    outputs.save(metric_path(job.work, index))
+                base = measured_base(calibrated, index, layer, options.merge, metric=True)
                 agreed(job.ranks, base_path(job.work, index), base)
 
             calibrated.reverse(visit, passes=1)

@@ -1,12 +1,13 @@
 """Stage that replaces deltas by low-rank factors: the third of D²-MoE's (§3.3)."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar
 
 from torch import nn
 
-from moetool.bases.delta import Deltas
 from moetool.bases.layer_base import agreed, base_path, stored_base
+from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.output_gradients import metric_path
 from moetool.checkpoint.files import place
 from moetool.compress.factors.files import LayerFactors, SpectrumFile, measuring_owners
@@ -16,17 +17,15 @@ from moetool.compress.factors.writing import (
     factor_memory,
     factor_plan,
     factors_at_once,
-    finish,
+    measure_layers,
 )
 from moetool.compress.results import RankedResult
 from moetool.costs.layer_memory import LayerMemory
-from moetool.costs.phases import FACTORIZE
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, refuse_shared_expert
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
-from moetool.job.progress import phase
 from moetool.job.records import metrics_of, read_statistics
 from moetool.job.stage import Stage
 
@@ -80,35 +79,30 @@ class SvdCompress(Stage[FactorOptions]):
                 "all errors count the same."
             )
 
-        def spectra(layer: int) -> SpectrumFile:
-            return SpectrumFile(job.work, layer, reader.shape, options.share)
+        calibrated = None
+        if options.calibration is None:
+            measure_layers(job, options, lambda layer, _: stored_base(reader, layer, statistics.get(layer)))
+        else:
+            calibrated = self._measured(job, statistics)
+        dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
+        return FactoredLayers(job, dynamic, options).finish(self.name, calibrated)
+
+    def _measured(self, job: Job, statistics: Mapping[int, LayerStatistics]) -> CalibratedJob:
+        """Write base and spectra of every layer to the work directory, on the text."""
+        reader, options = self.source.experts, self.options
+        calibrated = CalibratedJob(job, options, experts_at_once=self._experts_at_once)
+        if job.ranks.is_first:
+            for layer, metric in metrics_of(self.source).items():
+                place(metric, metric_path(job.work, layer))
+        job.ranks.barrier()
 
         def visit(index: int, layer: nn.Module) -> None:
             stored = stored_base(reader, index, statistics.get(index))
             base = agreed(job.ranks, base_path(job.work, index), stored)
             owned = measuring_owners(reader.shape, options.share, job.ranks)
             found = LayerFactors.on_text(calibrated, calibrated.sweep, index, layer, base, owned, options, keep=True)
-            found.measure(spectra(index))
+            found.measure(SpectrumFile(job.work, index, reader.shape, options.share))
 
-        if options.calibration is None:
-            once = dict.fromkeys(reader.moe_layers, 1)
-            with phase(job.progress, FACTORIZE, len(once)):
-                for layer in job.share("measure", once, once):
-                    base = stored_base(reader, layer, statistics.get(layer))
-                    base.save(path := base_path(job.work, layer))
-                    deltas = Deltas(reader.weights(layer), base, job.device)
-                    LayerFactors(reader.shape, deltas, options, None).measure(file := spectra(layer))
-                    job.finish(f"measure/{layer}", made=[path, file.path])
-                    job.progress.advance()
-        else:
-            calibrated = CalibratedJob(job, options, experts_at_once=self._experts_at_once)
-            if job.ranks.is_first:
-                for layer, metric in metrics_of(self.source).items():
-                    place(metric, metric_path(job.work, layer))
-            job.ranks.barrier()
-            calibrated.forward_visiting(visit)
-            job.meet()
-        text = None if options.calibration is None else calibrated
-        dynamic = {layer: reader.layout(layer).dynamic_channels for layer in reader.moe_layers}
-        factored = FactoredLayers(job, dynamic, options)
-        return finish(job, factored, options, self.name, text)
+        calibrated.forward_visiting(visit)
+        job.meet()
+        return calibrated

@@ -6,7 +6,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from moetool.architectures import Role
-from moetool.checkpoint.decoded import is_decoded
 from moetool.costs.building_blocks import decoding, moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import rewriting_phases
@@ -35,7 +34,7 @@ class Export(Stage[RunOptions]):
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts
-        if not reader.layouts and not is_decoded(self.source.checkpoint):
+        if not reader.layouts and not self.source.checkpoint.forms:
             raise UsageError(
                 f"{self.source.checkpoint.source} is not a moetool checkpoint: it is in its original layout. For other "
                 "engines give --format gguf or --format compressed-tensors."

@@ -14,12 +14,13 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
 from moetool.costs.machine import copy_bandwidth
 from moetool.errors import ResourceError, UsageError
+from moetool.job.conditions import with_threads
 from moetool.job.job import pick_device
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.bench.costs import Costs
 from moetool.measure.bench.options import BenchOptions, fit_lengths
 from moetool.measure.bench.result import Benched, BenchResult, Case, CaseRatios, Memory, Ratios
-from moetool.measure.bench.runner import HereRunner, Loaded, Runner, ThereRunner, compute_dtype, threads_of
+from moetool.measure.bench.runner import HereRunner, Loaded, Runner, ThereRunner, compute_dtype
 from moetool.runtime.memory import free_bytes
 from moetool.runtime.timing import Seconds
 
@@ -49,7 +50,8 @@ def bench(path: str, options: BenchOptions, progress: Progress = SILENT) -> Benc
     _check_decoders(checkpoints, options)
     options = fit_lengths(options, *checkpoints)
     _check_memory(checkpoints, options)
-    with threads_of(options.threads) as threads:
+    threads = options.threads or torch.get_num_threads()
+    with with_threads(threads):
         bandwidth = None if options.device == "map" else copy_bandwidth(pick_device(options.device))
         with _runners(paths, options, threads) as runners:
             loaded = _load(runners, progress)

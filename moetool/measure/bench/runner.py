@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -24,7 +23,7 @@ from moetool.job.memory import PeakMemory, anonymous_bytes
 from moetool.measure.bench.costs import Costs, model_costs
 from moetool.measure.bench.options import BenchOptions
 from moetool.measure.bench.result import Memory
-from moetool.measure.loading import stored_dtype, unless_paged
+from moetool.measure.loading import stored_dtype
 from moetool.runtime.building import check_sizes
 from moetool.runtime.loading import load_model
 from moetool.runtime.memory import return_freed_memory, return_heap
@@ -76,7 +75,7 @@ class HereRunner:
         with PeakMemory(_INTERVAL) as peak, described_in(checkpoint.path):
             paged = options.offload == "experts"
             self._model = load_model(checkpoint, dtype, "auto" if self._is_spread else device, paged=paged)
-            asked = unless_paged(options, options.synthesize)
+            asked = "on-the-fly" if paged else options.synthesize
             synthesized = apply_synthesis(self._model, asked, few_tokens=options.new_tokens > 0).chosen == "load"
             if paged:
                 page_experts(self._model, options.memory)
@@ -191,17 +190,6 @@ def _serve(connection: Connection, path: str, options: BenchOptions, threads: in
             return
         except MoetoolError as error:
             connection.send(error)
-
-
-@contextlib.contextmanager
-def threads_of(count: int | None) -> Iterator[int]:
-    """Set the number of torch's threads in a `with` block; yields it. `None` leaves it as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
 
 
 def compute_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:

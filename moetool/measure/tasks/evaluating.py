@@ -13,6 +13,7 @@ from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.progress import Progress
+from moetool.measure.loading import load_to_evaluate
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import SynthesisResult
 from moetool.measure.tasks.harness import OpenTasks, asked, open_tasks
@@ -72,8 +73,6 @@ def evaluate(
 
 
 def _on_tasks(checkpoint: Checkpoint, opened: OpenTasks, options: TaskOptions, progress: Progress) -> TasksEvaluated:
-    from moetool.measure.loading import load_to_evaluate
-
     model, synthesis = load_to_evaluate(checkpoint, options, progress)
     progress.log(f"Asking {checkpoint.source} {', '.join(options.tasks)}.")
     scores = task_scores(asked(opened, model, load_tokenizer(checkpoint.path), options, progress))

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from moetool.architectures.dense import DenseArchitecture
-from moetool.architectures.dense.networks import Network, network_in
 from moetool.runtime.modules.insertion import path_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["Network", "Taken", "Unowned", "network_in", "take", "unowned"]
 
 
 class SpreadNetwork(nn.Module):

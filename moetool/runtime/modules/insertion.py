@@ -54,14 +54,15 @@ def experts_per_token(model: "PreTrainedModel") -> int:
     return int((max(told) if isinstance(told, list) else told) or custom)
 
 
-def add_placeholder(module: nn.Module, path: str, like: Tensor) -> None:
-    """Put a placeholder at `path.weight` below `module`, or at its own `weight` for an empty path."""
+def add_placeholder(module: nn.Module, weight: str, like: Tensor) -> None:
+    """Put a placeholder where others expect a weight below `module`, by its name (`up_proj.weight`)."""
+    *path, name = weight.split(".")
     holder = module
-    for part in path.split(".") if path else ():
+    for part in path:
         if not hasattr(holder, part):
             holder.add_module(part, nn.Module())
         holder = getattr(holder, part)
-    holder.register_buffer("weight", torch.zeros(PLACEHOLDER, device=like.device, dtype=like.dtype))
+    holder.register_buffer(name, torch.zeros(PLACEHOLDER, device=like.device, dtype=like.dtype))
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense.networks import network_in
 from moetool.architectures.shape import MoEShape, fused_name
 from moetool.format.kinds.moe import MoESpec
-from moetool.runtime.modules.dense_networks import network_in, take, unowned
+from moetool.runtime.modules.dense_networks import take, unowned
 from moetool.runtime.modules.fused import (
     activated,
     activation,
@@ -132,7 +133,7 @@ class CustomMoELayer(Routed):
             config = SimpleNamespace(shape=shape, act_fn=unowned(network.activation))
             self.experts: nn.Module = FusedExperts(config).to(like.dtype)
         self.gate = Router(shape.hidden, shape.experts, bias=False, device=like.device, dtype=like.dtype)
-        add_placeholder(self, architecture.placeholder.removesuffix("weight").removesuffix("."), like)
+        add_placeholder(self, architecture.placeholder, like)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts `[tokens, k]`, their weights `[tokens, k]` and the largest probability `[tokens, 1]`, fp32."""

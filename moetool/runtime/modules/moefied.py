@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense.networks import network_in
 from moetool.architectures.shape import Role
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec
-from moetool.runtime.modules.dense_networks import network_in, take, unowned
+from moetool.runtime.modules.dense_networks import take, unowned
 from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 
@@ -44,11 +45,10 @@ def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoefiedSpec
         if network.is_transposed:
             _turn(taken.module, network.linear)
         down = taken.module.get_submodule(network.linear["down"])
-        expected = dense.placeholder.removesuffix("weight").removesuffix(".")
         act_fn, lead = unowned(network.activation), spec.lead(number)
         hidden, intermediate = down.get_parameter("weight").shape
         build = NeuronExperts if lead is None else LedNeurons
-        experts = build(taken.module, network.linear, act_fn, hidden, intermediate, spec, expected, lead)
+        experts = build(taken.module, network.linear, act_fn, hidden, intermediate, spec, dense.placeholder, lead)
         experts.dropout, experts.factor, experts.adds = network.dropout, network.factor, network.adds
         model.set_submodule(taken.path, experts)
 

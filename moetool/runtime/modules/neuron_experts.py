@@ -93,7 +93,7 @@ class NeuronExperts(Numbered, SplitFFN):
             intermediate: f, the number of neurons.
             spec: how many experts, what share of them, and the selector: `oracle` is the true Σ (a − r)² per expert,
                 from all activations, for measuring only; `fixed` takes the first of the buffer `order`.
-            expected: path of a weight that others expect, if there is one.
+            expected: name of a weight that others expect, if there is one.
             lead: the projection that chooses, where one does.
 
         Raises:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.dense import DenseArchitecture
+from moetool.architectures.dense.networks import network_in
 from moetool.format.kinds.pesc import PescSpec
-from moetool.runtime.modules.dense_networks import network_in, take
+from moetool.runtime.modules.dense_networks import take
 from moetool.runtime.modules.fused import gathered, gathered_sum, weighted_sum
 from moetool.runtime.modules.inference import KernelExperts
 from moetool.runtime.modules.insertion import Routed, add_placeholder
@@ -65,7 +66,7 @@ class AdapterExperts(Routed):
     is_efficient: ClassVar[bool] = True
 
     def __init__(self, ffn: nn.Module, hidden: int, spec: PescSpec, expected: str) -> None:
-        """Build around `ffn`, on its device and in its dtype; `expected` is the path of a weight that others expect."""
+        """Build around `ffn`, on its device and in its dtype; `expected` is the name of a weight that others expect."""
         super().__init__()
         like = next(ffn.parameters())
         self.num_experts, self.top_k = spec.experts, spec.top_k
@@ -92,7 +93,7 @@ class AdapterExperts(Routed):
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: PescSpec) -> None:
     """Put adapters and a router around the feed-forward networks of the layers in `spec`."""
-    expected = dense.placeholder.removesuffix("weight").removesuffix(".")
     for layer in spec.layers:
         taken = take(model, dense, layer)
-        model.set_submodule(taken.path, AdapterExperts(taken.module, model.config.hidden_size, spec, expected))
+        experts = AdapterExperts(taken.module, model.config.hidden_size, spec, dense.placeholder)
+        model.set_submodule(taken.path, experts)

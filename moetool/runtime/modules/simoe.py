@@ -41,7 +41,7 @@ class InterpolatedLinear(CustomLayer):
         self._kind = type(linear)
         self._interpolation = (interpolation,)  # in a tuple, so that it is not registered here
         like, experts = linear.weight, interpolation.experts
-        add_placeholder(self, "", like)
+        add_placeholder(self, "weight", like)
         width = linear.in_features if channels is None else channels
         self.delta = nn.Parameter(like.new_empty(linear.out_features, width))
         if channels is None:

@@ -5,12 +5,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 from families import build
 
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.measure.bench.options import BenchOptions
-from moetool.measure.bench.runner import HereRunner, ThereRunner, threads_of, weight_bytes
+from moetool.measure.bench.runner import HereRunner, ThereRunner, weight_bytes
 
 OPTIONS = BenchOptions(batch=(2,), lengths=(8,), new_tokens=2)
 
@@ -47,12 +46,3 @@ def test_a_process_answers_as_this_one_does(tiny_mixtral: Path, tmp_path: Path) 
 def test_tied_weights_count_once() -> None:
     tied, loose = (build("mixtral", tie_word_embeddings=tied) for tied in (True, False))
     assert weight_bytes(loose) - weight_bytes(tied) == 288 * 32 * 4
-
-
-def test_threads_are_as_before() -> None:
-    before = torch.get_num_threads()
-    with threads_of(2) as threads:
-        assert threads == torch.get_num_threads() == 2
-    with threads_of(None) as threads:
-        assert threads == before
-    assert torch.get_num_threads() == before

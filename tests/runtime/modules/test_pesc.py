@@ -24,7 +24,7 @@ def adapted(
     torch.manual_seed(0)
     ffn = nn.Sequential(nn.Linear(HIDDEN, 48), nn.SiLU(), nn.Linear(48, HIDDEN)).to(dtype)
     spec = PescSpec(experts=EXPERTS, top_k=top_k, layers=(0,), width=WIDTH, scale=scale, dropout=dropout)
-    module = AdapterExperts(ffn, HIDDEN, spec, "up_proj")
+    module = AdapterExperts(ffn, HIDDEN, spec, "up_proj.weight")
     with torch.no_grad():
         for parameter in module.expert_parameters():
             parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)

@@ -1,4 +1,4 @@
-"""Standard input, read alike in any locale."""
+"""Standard input, read alike in any locale, and standard output, written at once."""
 
 import sys
 from io import TextIOWrapper
@@ -11,3 +11,8 @@ def standard_input() -> TextIO:
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     return sys.stdin
+
+
+def write_out(text: str) -> None:
+    """Write a piece of a text to standard output, where it is seen before the next one comes."""
+    print(text, end="", flush=True)
