@@ -126,7 +126,7 @@ def test_a_plan_file_keeps_the_bits(run_cli: Any, tiny_mixtral_bf16: Path, calib
     options = ("compress", tiny_mixtral_bf16, *calibration, "--group-size", 16)
     made = run_cli(*options, tmp_path / "made", "--size", "70kB", *MIXED, "--save-plan", saved, "--json")
     assert made.code == 0
-    assert "Beside the experts, attention in 6 bits and embeddings in 5 bits." in made.json["notes"]
+    assert "Also quantized: attention in 6 bits and embeddings in 5 bits." in made.json["notes"]
     assert "include: ['attention:6', 'embeddings:5']" in saved.read_text()
     assert run_cli(*options, tmp_path / "followed", "--plan", saved).code == 0
     assert bits_of(tmp_path / "followed") == bits_of(tmp_path / "made")

@@ -284,7 +284,7 @@ class MixingStage(Stage[MixingOptionsT]):
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
         if self.source.included:
-            notes.append(f"Beside the experts, {included_in_words(self.options.include or ())}.")
+            notes.append(f"Also quantized: {included_in_words(self.options.include or ())}.")
         elif bits := worth_including(self.source, output.nbytes):
             saves = [including_saves(self.source, own)[kind] for kind, own in bits.items()]
             left = bits_left(self.source, output.nbytes)
