@@ -67,6 +67,11 @@ KNOWN: Mapping[str, KnownFamily] = {
         "LFM2-MoE",
         "sigmoid, top-k by corrected scores, renormalized if norm_topk_prob, times routed_scaling_factor",
     ),
+    "longcat_flash": KnownFamily(
+        "LongCat-Flash",
+        "softmax over all experts and those that give back what they are given, top-k by corrected scores, times "
+        "routed_scaling_factor",
+    ),
     "minimax": KnownFamily("MiniMax", _TO_ONE),
     "minimax_m2": KnownFamily(
         "MiniMax-M2",
@@ -121,8 +126,6 @@ REFUSED: Mapping[str, str] = {
     "memory and on disk, those of down turned round, as in no other family.",
     "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "
     "modules that no other family has.",
-    "longcat_flash": "LongCat-Flash cannot be compressed: its router also chooses experts that give back what they are "
-    "given, for which transformers holds matrices of gate and up alone.",
 }
 
 
