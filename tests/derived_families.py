@@ -113,6 +113,7 @@ DERIVED: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
+    "jetmoe": {"intermediate_size": 48, "num_local_experts": 6, "kv_channels": 8, "num_attention_heads": 4},
     "kimi_linear": {
         **LATENT_WITH_QUERIES,
         **WIDTHS,

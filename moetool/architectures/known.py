@@ -63,6 +63,7 @@ KNOWN: Mapping[str, KnownFamily] = {
     "granitemoe": KnownFamily("Granite-MoE", _LOGITS),
     "granitemoeshared": KnownFamily("Granite-MoE-Shared", _LOGITS),
     "hunyuan_v1_moe": KnownFamily("Hunyuan-MoE", _TO_ONE),
+    "jetmoe": KnownFamily("JetMoE", _LOGITS),
     "lfm2_moe": KnownFamily(
         "LFM2-MoE",
         "sigmoid, top-k by corrected scores, renormalized if norm_topk_prob, times routed_scaling_factor",
@@ -124,8 +125,6 @@ REFUSED: Mapping[str, str] = {
     ),
     "dbrx": "DBRX cannot be compressed: the matrices of all experts of a layer lie below each other in one matrix, in "
     "memory and on disk, those of down turned round, as in no other family.",
-    "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "
-    "modules that no other family has.",
 }
 
 

@@ -142,7 +142,8 @@ def _named(
 
 def check_countable(source: Source, *, custom: bool = False) -> None:
     """Raise `UsageError` for a checkpoint in moetool's own format, unless it is no more than `custom` modules and these
-    are taken; `InvalidInputError` for a router with tensors that have no entry per expert."""
+    are taken; `InvalidInputError` for a router with tensors that have no entry per expert, and for a model that has as
+    many experts elsewhere in its layers."""
     reader, architecture, config = source.experts, source.architecture, source.checkpoint.config
     spec, entry = custom_module(config) if custom else None, moetool_entry(config) or {}
     is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
@@ -155,7 +156,15 @@ def check_countable(source: Source, *, custom: bool = False) -> None:
             f"{name} is a moetool checkpoint. The number of experts is changed in an ordinary one, as {made} writes it."
         )
     for layer in reader.moe_layers:
+        block = architecture.block_prefix(layer)
         for name, info in source.checkpoint.tensors.items():
+            if name.startswith(architecture.layer_prefix(layer)) and not name.startswith(block):
+                count, *matrix = info.shape
+                if len(matrix) == 2 and min(matrix) > 1 and count == reader.shape.experts:  # as JetMoE's attention
+                    raise InvalidInputError(
+                        f"{name} has {count} experts, too, and config.json of {architecture.name} counts both in one "
+                        "number: neither can have fewer alone. Other methods of compress make experts smaller."
+                    )
             is_several = math.prod(info.shape) > 1  # one number is no expert's
             if architecture.is_router(layer, name) and is_several and expert_axis(info.shape, architecture) is None:
                 raise InvalidInputError(

@@ -57,7 +57,8 @@ Nemotron 3's and Muse Spark's are given fewer channels than hidden states have; 
 share. Inkling's router also weighs shared experts, ZAYA1's may choose none, LongCat-Flash's also chooses experts
 without matrices, which give back what they are given: these rows of it stay, and what they do stays exact. Of
 LongCat-Flash, transformers 5.24.0 wants matrices that no file has, and loads no published model; where moetool is
-imported it does.
+imported it does. JetMoE's attention has experts, too, which stay as they are; `config.json` has one number for both, so
+that `reap` and its like are refused. Its MLPs' experts are in modules of the usual form where moetool is imported.
 
 Compressed, all run on the same kernels; every expert keeps its own biases. Where only gate and up or only down of a
 transposed layer is compressed, and where experts end in a norm, the layer runs without kernels.

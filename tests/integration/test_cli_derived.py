@@ -29,9 +29,9 @@ SHARING = {
 
 # Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
 # of linear attention, weighed inputs, experts without gates, a model around another, a vector
-# per token that layers hand on, and a norm after experts.
+# per token that layers hand on, a norm after experts, and experts in attention, too.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
-STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark")
+STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark", "jetmoe")
 # What does not depend on a family's own names and layers is tried on a half of them.
 one_half, other_half = (
     pytest.mark.parametrize("model", sampled(FAMILIES, half), indirect=True, scope="module")
@@ -135,6 +135,10 @@ def test_a_third_of_its_experts_goes(
     if config_of(model)["model_type"] == "deepseek_v4":
         assert made.code == 3
         assert "a row for each of 8 experts" in made.stderr  # some of its layers choose by the token alone
+        return
+    if config_of(model)["model_type"] == "jetmoe":
+        assert made.code == 3
+        assert "self_attention.experts.input_linear.weight has 6 experts, too" in made.stderr
         return
     assert made.code == 0, made.stderr
     assert Source.open(tmp_path / "fewer").experts.shape.experts == 4
