@@ -123,8 +123,6 @@ REFUSED: Mapping[str, str] = {
         "Inkling 2 Mini cannot be compressed: a text goes through some of its layers several times, and moetool runs "
         "one layer after the other, each once.",
     ),
-    "dbrx": "DBRX cannot be compressed: the matrices of all experts of a layer lie below each other in one matrix, in "
-    "memory and on disk, those of down turned round, as in no other family.",
 }
 
 

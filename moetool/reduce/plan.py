@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture
-from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, Settings, whole_number
+from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
@@ -74,7 +74,8 @@ class CountedPlan(PassingPlan):
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
                     if not are_stored:
-                        yield TensorSpec(info.name, info.dtype, (self.count, *info.shape[1:]))
+                        rows = info.shape[0] // shape.experts  # of each expert, more than one where they are stacked
+                        yield TensorSpec(info.name, info.dtype, (self.count * rows, *info.shape[1:]))
                     if role in shape.biases:
                         bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
                         yield TensorSpec(bias.name, bias.dtype, (self.count, *bias.shape[1:]))
@@ -132,12 +133,15 @@ def counted_config(source: Source, count: int, top_k: int | None = None) -> dict
 
 
 def _named(
-    settings: Settings, config: Mapping[str, object], keys: Sequence[str], before: int, after: int
+    settings: Mapping[str, object], config: Mapping[str, object], keys: Sequence[str], before: int, after: int
 ) -> dict[str, object]:
     """The entries among these keys that say a number, with another; one that `config` leaves to the defaults, if it
-    names none."""
-    known = [key for key in keys if whole_number(settings, key) == before]
-    return dict.fromkeys({key for key in known if key in config} or known[:1], after)
+    names none; or the part of `config` that says it (DBRX)."""
+    if known := [key for key in keys if whole_number(settings, key) == before]:
+        return dict.fromkeys({key for key in known if key in config} or known[:1], after)
+    parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    changed = {name: _named(part, part, keys, before, after) for name, part in parts.items()}
+    return {name: {**parts[name], **entries} for name, entries in changed.items() if entries}
 
 
 def check_countable(source: Source, *, custom: bool = False) -> None:

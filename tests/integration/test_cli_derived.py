@@ -29,9 +29,9 @@ SHARING = {
 
 # Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
 # of linear attention, weighed inputs, experts without gates, a model around another, a vector
-# per token that layers hand on, a norm after experts, and experts in attention, too.
+# per token that layers hand on, a norm after experts, experts in attention, too, and experts below each other.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
-STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark", "jetmoe")
+STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark", "jetmoe", "dbrx")
 # What does not depend on a family's own names and layers is tried on a half of them.
 one_half, other_half = (
     pytest.mark.parametrize("model", sampled(FAMILIES, half), indirect=True, scope="module")

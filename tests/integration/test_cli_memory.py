@@ -49,7 +49,7 @@ def test_less_memory_same_model(run_cli, tiny_mixtral_bf16, calibration, tmp_pat
         assert found[name].equal(tensor), name
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "longcat_flash"])
+@pytest.mark.parametrize("family", ["gpt_oss", "longcat_flash", "dbrx"])
 @pytest.mark.parametrize("method", [("d2moe", "--ratio", 0.2), ("m-smoe", "--experts", 5)])
 def test_less_memory_where_experts_are_otherwise(run_cli, save_model, calibration, tmp_path, method, family) -> None:
     own = DERIVED.get(family, {})

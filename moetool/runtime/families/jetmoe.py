@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE, JetMoeTopKGating
-from transformers.monkey_patching import register_patch_mapping
 
 from moetool.architectures import MoEShape
+from moetool.runtime.families import take_the_place
 from moetool.runtime.modules.moe import FusedExperts
 
 
@@ -51,7 +51,7 @@ class JetMoeFusedMoE(JetMoeMoE):
         return self.experts(rows, chosen, weights).view_as(layer_input) + self.bias
 
 
-register_patch_mapping({JetMoeMoE.__name__: JetMoeFusedMoE}, overwrite=True)
+take_the_place(JetMoeMoE, JetMoeFusedMoE)
 register_checkpoint_conversion_mapping(
     "jetmoe",
     [

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import nn
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
-from transformers.monkey_patching import register_patch_mapping
+
+from moetool.runtime.families import take_the_place
 
 
 class ExpertsWithMatrices(LongcatFlashExperts):
@@ -19,4 +20,4 @@ class ExpertsWithMatrices(LongcatFlashExperts):
             self.gate_up_proj = nn.Parameter(self.gate_up_proj[: self.num_routed_experts].detach().clone())
 
 
-register_patch_mapping({LongcatFlashExperts.__name__: ExpertsWithMatrices}, overwrite=True)
+take_the_place(LongcatFlashExperts, ExpertsWithMatrices)
