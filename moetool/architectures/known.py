@@ -72,6 +72,7 @@ KNOWN: Mapping[str, KnownFamily] = {
         "LongCat-Flash",
         "softmax over all experts and those that give back what they are given, top-k by corrected scores, times "
         "routed_scaling_factor",
+        {"zero_expert_type": ("identity",)},
     ),
     "minimax": KnownFamily("MiniMax", _TO_ONE),
     "minimax_m2": KnownFamily(

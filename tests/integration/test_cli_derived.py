@@ -209,16 +209,19 @@ def test_experts_that_are_given_fewer_channels(
     )
 
 
-def test_a_router_with_rows_for_shared_experts(run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path) -> None:
-    family = "inkling_text"
-    model = save_model(families.build(family, **DERIVED[family]), tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "router", "beside"),
+    [("inkling_text", "mlp.gate.weight", 2), ("longcat_flash", "mlp.router.classifier.weight", 3)],
+)
+def test_a_router_with_rows_for_no_expert(
+    run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str, router: str, beside: int
+) -> None:
+    model = save_model(families.build(family, **DERIVED.get(family, {})), tmp_path / "model")
     for method in ("naee", "m-smoe", "reap"):
         made = run_cli("compress", model, "--method", method, tmp_path / method, "--experts", 4, *calibration)
         assert made.code == 0, made.stderr
-        found, given = (
-            load_file(path / WEIGHTS)["model.layers.1.mlp.gate.weight"] for path in (tmp_path / method, model)
-        )
-        assert found.shape == (4 + 2, 32)
+        found, given = (load_file(path / WEIGHTS)[f"model.layers.1.{router}"] for path in (tmp_path / method, model))
+        assert found.shape == (4 + beside, 32)
         assert found[4:].equal(given[6:])
         assert all((row == given[:6]).all(1).any() for row in found[:4])
 
