@@ -314,16 +314,15 @@ class _Derivation:
 
     def _attention(self, names: DiskNames) -> tuple[str, ...]:
         """Projections of attention, relative to the layer, that have the same name on disk and in memory."""
-        from torch import nn
-
         found: dict[str, None] = {}
         for index in self.tensors:
             for path, module in self._layer(index).named_children():
                 if re.search("attn|attention|^conv$", path) or type(module).__name__.endswith("Attention"):
-                    several = [*module.named_children()] if isinstance(module, nn.ModuleList) else []  # LongCat-Flash's
-                    for own, part in [(f"{path}.{name}", part) for name, part in several] or [(path, module)]:
-                        linear = (name for name, child in part.named_children() if type(child) is nn.Linear)
-                        found |= dict.fromkeys(f"{own}.{name}" for name in linear)
+                    linear = _linear(path, module)
+                    if not linear:  # LongCat-Flash has two, DBRX one with norms around it
+                        inside = module.named_children()
+                        linear = [one for name, part in inside for one in _linear(f"{path}.{name}", part)]
+                    found |= dict.fromkeys(linear)
         return tuple(path for path in found if names.others.get(f"{path}.weight") == (f"{path}.weight",))
 
     def _embeddings(self) -> tuple[str, ...]:
@@ -351,6 +350,13 @@ class _Derivation:
                     )
                 return groups, taken or 1
         return 1, 1
+
+
+def _linear(path: str, module: "nn.Module") -> list[str]:
+    """Paths of the linear layers that are direct children of the module at `path`."""
+    from torch import nn
+
+    return [f"{path}.{name}" for name, child in module.named_children() if type(child) is nn.Linear]
 
 
 def _block(names: DiskNames) -> str:
