@@ -34,6 +34,14 @@ DERIVED: dict[str, dict[str, Any]] = {
     },
     "beam": {**WIDTHS, **_ONE_DENSE, "num_experts": 8, "n_group": 2, "topk_group": 1, "head_dim": 8},
     "cohere2_moe": {"intermediate_size": 24, "num_experts": 6, "head_dim": 8},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
+    },
     "deepseek_v32": {**SPARSE_ATTENTION, **GROUPED, **WIDTHS, "first_k_dense_replace": 1},
     "deepseek_v4": {
         **LATENT_WITH_QUERIES,
@@ -113,6 +121,7 @@ DERIVED: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
+    "jetmoe": {"intermediate_size": 48, "num_local_experts": 6, "kv_channels": 8, "num_attention_heads": 4},
     "kimi_linear": {
         **LATENT_WITH_QUERIES,
         **WIDTHS,

@@ -8,8 +8,8 @@ import pytest
 # Dense families that differ in structure: gated, joined matrices, biases, norms behind, tied, one key for all heads.
 DENSE_STRUCTURES = ("llama", "phi3-longrope", "gemma2", "gpt_neox", "gpt_bigcode", "falcon")
 # MoE families: plain, biases, a shared expert and dense layers, joined matrices, grouped routers with latent attention
-# and a prediction layer, linear attention.
-MOE_STRUCTURES = ("mixtral", "phimoe", "qwen2_moe", "granitemoeshared", "deepseek_v3", "qwen3_next")
+# and a prediction layer, linear attention, experts that give back what they are given.
+MOE_STRUCTURES = ("mixtral", "phimoe", "qwen2_moe", "granitemoeshared", "deepseek_v3", "qwen3_next", "longcat_flash")
 
 
 def sampled(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:

@@ -55,7 +55,8 @@ def experts_told(config: Mapping[str, object]) -> str | None:
     `text_config.num_experts is 8`; `None` if there is none."""
     if key := next((key for key in EXPERT_KEYS if (whole_number(config, key) or 0) > 1), None):
         return f"{key} is {config[key]}"
-    inner = {name: experts_told(part) for name, part in config.items() if isinstance(part, Mapping)}
+    parts = {name: part.to_dict() if hasattr(part, "to_dict") else part for name, part in config.items()}
+    inner = {name: experts_told(part) for name, part in parts.items() if isinstance(part, Mapping)}
     return next((f"{name}.{told}" for name, told in inner.items() if told), None)
 
 

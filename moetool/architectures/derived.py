@@ -31,7 +31,7 @@ from moetool.architectures.entries import entries_of
 from moetool.architectures.fused_layout import layout_of
 from moetool.architectures.known import KNOWN
 from moetool.architectures.probing import DiskNames, names_in_layers
-from moetool.architectures.shape import NORM, ROLES, MoEShape, Role, fused_name
+from moetool.architectures.shape import IDENTITIES, NORM, ROLES, MoEShape, Role, fused_name
 from moetool.architectures.trying import are_ordinary, takes_weighed_inputs
 from moetool.errors import InvalidInputError
 
@@ -265,7 +265,8 @@ class _Derivation:
             if name in held and name not in biases and (name.startswith(start) or not block)
         }
         of_router = [name for name in inside if name.startswith(f"{start}{router_name}.") and len(shapes[name]) == 2]
-        weights = [name for name in of_router if shapes[name] == (shape.experts, self.text_config.hidden_size)]
+        chosen = shape.experts + (getattr(self._experts(self.moe_layers[0]), IDENTITIES, None) or 0)
+        weights = [name for name in of_router if shapes[name] == (chosen, self.text_config.hidden_size)]
         if not weights:  # it also routes to shared experts, or to nothing, or sees other channels
             weights = [name for name in of_router if shape.experts <= shapes[name][0] < 2 * shape.experts]
         if len(weights) != 1 or len(inside[weights[0]]) != 1:
@@ -313,14 +314,15 @@ class _Derivation:
 
     def _attention(self, names: DiskNames) -> tuple[str, ...]:
         """Projections of attention, relative to the layer, that have the same name on disk and in memory."""
-        from torch import nn
-
         found: dict[str, None] = {}
         for index in self.tensors:
             for path, module in self._layer(index).named_children():
                 if re.search("attn|attention|^conv$", path) or type(module).__name__.endswith("Attention"):
-                    linear = (name for name, child in module.named_children() if type(child) is nn.Linear)
-                    found |= dict.fromkeys(f"{path}.{name}" for name in linear)
+                    linear = _linear(path, module)
+                    if not linear:  # LongCat-Flash has two, DBRX one with norms around it
+                        inside = module.named_children()
+                        linear = [one for name, part in inside for one in _linear(f"{path}.{name}", part)]
+                    found |= dict.fromkeys(linear)
         return tuple(path for path in found if names.others.get(f"{path}.weight") == (f"{path}.weight",))
 
     def _embeddings(self) -> tuple[str, ...]:
@@ -348,6 +350,13 @@ class _Derivation:
                     )
                 return groups, taken or 1
         return 1, 1
+
+
+def _linear(path: str, module: "nn.Module") -> list[str]:
+    """Paths of the linear layers that are direct children of the module at `path`."""
+    from torch import nn
+
+    return [f"{path}.{name}" for name, child in module.named_children() if type(child) is nn.Linear]
 
 
 def _block(names: DiskNames) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moetool.architectures.shape import Role
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,10 +17,13 @@ class FusedLayout:
     Attributes:
         is_transposed: every matrix lies as `[in, out]`.
         is_interleaved: outputs of gate and up take turns; otherwise those of up follow those of gate.
+        is_stacked: gate, up and down have a tensor each, in which the matrices of all experts lie below each other
+            `[experts · intermediate, hidden]`, those of down turned round (DBRX). Only files have that.
     """
 
     is_transposed: bool = False
     is_interleaved: bool = False
+    is_stacked: bool = False
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of one expert's part of the tensor, which holds `rows` outputs of `columns` inputs."""
@@ -62,6 +67,18 @@ class FusedLayout:
         if not self.is_interleaved or count == 1:
             return outputs
         return outputs.unflatten(-1, (count, -1)).transpose(-1, -2).flatten(-2)
+
+
+def neurons(shape: tuple[int, int], role: Role) -> tuple[int, int]:
+    """The number of rows that a matrix of this shape `[out, in]` has in such a tensor, and their length."""
+    return (shape[1], shape[0]) if role == "down" else shape
+
+
+def stacked(matrices: "Sequence[Tensor]", role: Role) -> "Tensor":
+    """A tensor as `FusedLayout.is_stacked` says, of the matrices `[out, in]` of a role, one for each expert."""
+    import torch
+
+    return torch.cat([matrix.T if role == "down" else matrix for matrix in matrices])
 
 
 # One matrix below the other, as torch has them: most families, and all bases of compressed experts.

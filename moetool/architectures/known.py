@@ -63,9 +63,16 @@ KNOWN: Mapping[str, KnownFamily] = {
     "granitemoe": KnownFamily("Granite-MoE", _LOGITS),
     "granitemoeshared": KnownFamily("Granite-MoE-Shared", _LOGITS),
     "hunyuan_v1_moe": KnownFamily("Hunyuan-MoE", _TO_ONE),
+    "jetmoe": KnownFamily("JetMoE", _LOGITS),
     "lfm2_moe": KnownFamily(
         "LFM2-MoE",
         "sigmoid, top-k by corrected scores, renormalized if norm_topk_prob, times routed_scaling_factor",
+    ),
+    "longcat_flash": KnownFamily(
+        "LongCat-Flash",
+        "softmax over all experts and those that give back what they are given, top-k by corrected scores, times "
+        "routed_scaling_factor",
+        {"zero_expert_type": ("identity",)},
     ),
     "minimax": KnownFamily("MiniMax", _TO_ONE),
     "minimax_m2": KnownFamily(
@@ -117,12 +124,6 @@ REFUSED: Mapping[str, str] = {
         "Inkling 2 Mini cannot be compressed: a text goes through some of its layers several times, and moetool runs "
         "one layer after the other, each once.",
     ),
-    "dbrx": "DBRX cannot be compressed: the matrices of all experts of a layer lie below each other in one matrix, in "
-    "memory and on disk, those of down turned round, as in no other family.",
-    "jetmoe": "JetMoE cannot be compressed: its attention has experts too, and transformers holds all of them in "
-    "modules that no other family has.",
-    "longcat_flash": "LongCat-Flash cannot be compressed: its router also chooses experts that give back what they are "
-    "given, for which transformers holds matrices of gate and up alone.",
 }
 
 

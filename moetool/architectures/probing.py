@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moetool.architectures.fused_layout import PLAIN, FusedLayout
+from moetool.architectures.fused_layout import PLAIN, FusedLayout, stacked
 from moetool.architectures.shape import ROLES, Role, fused_name
 from moetool.errors import InvalidInputError
 
@@ -175,6 +175,8 @@ class _Found:
         """Names of an expert's matrices, and how these lie where all experts share a tensor. Raises
         `InvalidInputError`."""
         names: dict[Role, str] = {}
+        if stacks := self._stacks(groups):
+            return stacks, FusedLayout(is_stacked=True)
         layouts = [FusedLayout(turned, takes_turns) for takes_turns in (False, True) for turned in (False, True)]
         for roles in groups:
             matrices = dict(zip(roles, _matrices(roles), strict=True))
@@ -200,6 +202,17 @@ class _Found:
                 f"({', '.join(self._holding_matrices(groups))})"
             )
         return names, layouts[0]
+
+    def _stacks(self, groups: Sequence[Sequence[Role]]) -> dict[Role, str]:
+        """Names of the tensors in which the matrices of all experts lie below each other; empty if there are none."""
+        names: dict[Role, str] = {}
+        for role in (role for roles in groups for role in roles):
+            [matrices] = _matrices([role])
+            whole = stacked([*matrices], role)
+            alike = [name for name, tensor in self._tensors.items() if tensor.shape == whole.shape]
+            if (found := next((name for name in alike if self._tensors[name].equal(whole)), None)) is not None:
+                names[role] = self.split(found)[1]
+        return names if len(names) == sum(map(len, groups)) else {}
 
     def _holding_matrices(self, groups: Sequence[Sequence[Role]]) -> list[str]:
         numbers = [matrix for roles in groups for matrix in _matrices(roles)]

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-NORM = "post_expert_norm"  # transformers' name of the norm of what each expert gives, in the experts of a layer
+# transformers' names, in the experts of a layer, of the norm of what each gives, and of the number of further ones that
+# have no matrices and give back what they are given.
+NORM = "post_expert_norm"
+IDENTITIES = "zero_expert_num"
 
 Role = Literal["gate", "up", "down"]
 ROLES: tuple[Role, ...] = ("gate", "up", "down")

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from moetool.architectures.fused_layout import layout_of
+from moetool.architectures.shape import IDENTITIES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,7 +21,8 @@ def takes_weighed_inputs(experts: "nn.Module") -> bool:
 
 
 def are_ordinary(experts: Any) -> bool:
-    """Whether experts give `down(act(gate) · up)`, or with a gate of their own what `_apply_gate` makes of both.
+    """Whether experts give `down(act(gate) · up)`, or with a gate of their own what `_apply_gate` makes of both, and
+    those without matrices what they are given.
 
     They are on the meta device; a copy with few channels is run on the processor.
     """
@@ -57,7 +59,8 @@ def _are_ordinary(experts: Any) -> bool:
         every = torch.einsum("etw,ehw->eth", inner, second)  # of every expert
         if takes_weighed_inputs(experts):
             return torch.allclose(made.forward(inputs.repeat(count, 1)).view_as(every), every)
-        weights, chosen = drawn(_TOKENS, count).topk(min(_CHOSEN, count))
+        every = torch.cat([every, inputs.expand(getattr(experts, IDENTITIES, None) or 0, *inputs.shape)])
+        weights, chosen = drawn(_TOKENS, len(every)).topk(min(_CHOSEN, count))
         summed = (every[chosen, torch.arange(_TOKENS)[:, None]] * weights[..., None]).sum(1)
         return torch.allclose(made.forward(inputs, chosen, weights), summed)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.checkpoint.experts import ExpertReader
-from moetool.runtime.modules.fused import on_weighed_inputs
+from moetool.runtime.modules.fused import given_back, gives_back, on_weighed_inputs
 
 
 class DiskExperts:
@@ -37,4 +37,6 @@ class DiskExperts:
             held = HeldExperts.read(self._native, self._reader, self._layer, one, self._dtype, self._device)
             output = held.run(expert, hidden_states[rows]).output
             result.index_add_(0, rows, (output * routing.weights[pairs]).to(result.dtype))
+        if gives_back(self._native):
+            result += given_back(hidden_states, top_k_index, top_k_weights, len(self.tokens))
         return result

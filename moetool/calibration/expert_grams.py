@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
-from moetool.calibration.held_experts import ExpertRun, working_sets
+from moetool.calibration.held_experts import ExpertRun, RoutedBatch, working_sets
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Owned, Peers, reduce_grams, summed_grams
 from moetool.calibration.slopes import SlopeSamples
@@ -155,8 +155,8 @@ class GramsInSets(Collector):
         self._owned = owned or Owned(shape, Peers())
         self._sets = working_sets(shape.experts, at_once or shape.experts)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
-        self.inputs.add_to_all(inputs)
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
+        self.inputs.add_to_all(inputs if routing.is_even else inputs[routing.rows.to(inputs.device)])
 
     def tokens(self) -> Tensor:
         """Number of tokens routed to each expert so far, `[experts]` int64."""

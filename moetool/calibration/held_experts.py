@@ -57,7 +57,7 @@ class HeldExperts:
     def of_layer(cls, native: nn.Module) -> "HeldExperts":
         """Hold all experts of a loaded layer, sharing the memory of its fused experts module."""
         module: Any = native
-        return cls(native, range(module.num_experts), fused.entering(native), module.down_proj)
+        return cls(native, range(len(module.down_proj)), fused.entering(native), module.down_proj)
 
     @classmethod
     def read(
@@ -79,6 +79,11 @@ class HeldExperts:
     def device(self) -> torch.device:
         """The device on which the experts' matrices lie."""
         return self._down.device
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether those that a router chooses beside experts give back what they are given."""
+        return fused.gives_back(self._native)
 
     @property
     def intermediate(self) -> int:
@@ -124,12 +129,22 @@ class RoutedBatch:
         routed_to, order = top_k_index.reshape(-1).sort(stable=True)
         self.tokens = len(top_k_index)
         self._order = order.int()
-        self._ends: list[int] = torch.bincount(routed_to, minlength=experts).cumsum(0).tolist()
+        self._ends: list[int] = torch.bincount(routed_to, minlength=experts).cumsum(0)[:experts].tolist()
 
     def of(self, expert: int) -> tuple[Tensor, Tensor]:
         """`[routed]` each, int64: the pairs that an expert is in, and their tokens, ascending."""
         pairs = self._order[self.before(expert) : self._ends[expert]].long()
         return pairs, pairs // self._top_k
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every token goes to as many experts: routers of some families also choose what is none."""
+        return self._ends[-1] == len(self._order)
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens of all pairs with an expert, by expert: int64, on the device of the routing."""
+        return self._order[: self._ends[-1]].long() // self._top_k
 
     def before(self, expert: int) -> int:
         """Number of (token, expert) pairs of all experts before this one."""

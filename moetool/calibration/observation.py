@@ -12,7 +12,7 @@ from moetool.architectures.trying import takes_weighed_inputs
 from moetool.calibration.held_experts import ExpertRun, HeldExperts, RoutedBatch
 from moetool.calibration.peers import Peers
 from moetool.errors import InvalidInputError
-from moetool.runtime.modules.fused import on_weighed_inputs
+from moetool.runtime.modules.fused import given_back, gives_back, on_weighed_inputs
 
 SQUARES_ADD_UP = 1e16  # numbers up to this, of any text: fp32 ends at 3e38
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, indices and weights of the top k
@@ -48,11 +48,9 @@ class Collector:
         """Hook that is told the position, among the rows that all experts are given, by batch and then by expert, of
         the next rows to be observed."""
 
-    def observe_inputs(self, inputs: Tensor) -> None:
-        """Hook that sees the inputs of all experts, each token once: `[tokens, hidden]`."""
-
-    def observe_routing(self, routing: RoutedBatch) -> None:
-        """Hook that sees to which experts the tokens of a batch go, and with which weights."""
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
+        """Hook that sees the inputs of all experts, each token once: `[tokens, hidden]`; and to which experts the
+        tokens of the batch go, and with which weights."""
 
     def observe_gradients(self, gradients: Tensor) -> None:
         """Backwards: the gradients of what all experts give together, `[tokens, hidden]`."""
@@ -133,15 +131,13 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         nonlocal rows
+        routing = RoutedBatch(top_k_index, top_k_weights, len(held.experts))
         for collector in collectors:
-            collector.observe_inputs(hidden_states)
+            collector.observe_inputs(hidden_states, routing)
         # A node of its own, at which the experts' gradients meet before those of router and shared expert join them.
         given = hidden_states.view_as(hidden_states)
         result = torch.zeros_like(hidden_states)
         summed = hidden_states.new_zeros(len(hidden_states), held.intermediate) if wanted else None
-        routing = RoutedBatch(top_k_index, top_k_weights, len(held.experts))
-        for collector in collectors:
-            collector.observe_routing(routing)
         observe(collectors, held, routing, length, given, result, summed, rows)
         rows += top_k_index.numel()
         for collector in wanted:
@@ -158,10 +154,16 @@ def observed(experts: nn.Module, length: int, collectors: Sequence[Collector]) -
 
 @contextmanager
 def replaced(experts: nn.Module, forward: ExpertsForward) -> Iterator[None]:
-    """Let another function stand in for the forward of the fused `experts`."""
+    """Let another function stand in for the forward of the fused `experts`, those that have matrices."""
     module: Any = experts
+
+    def with_given_back(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return forward(hidden, chosen, weights) + given_back(hidden, chosen, weights, len(module.down_proj))
+
     if takes_weighed_inputs(experts):
         module.forward = lambda given: on_weighed_inputs(forward, given, module.num_experts)
+    elif gives_back(experts):
+        module.forward = with_given_back
     else:
         module.forward = forward
     try:

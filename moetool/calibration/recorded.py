@@ -55,8 +55,6 @@ class Recorded:
         batches."""
 
         def note(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            for collector in collectors:
-                collector.observe_inputs(hidden_states)
             start = self.parts[-1].stop if self.parts else 0
             if not self.parts:
                 shape = self._tokens, self._shape.hidden
@@ -65,7 +63,7 @@ class Recorded:
             self._inputs[self.parts[-1]] = hidden_states.detach().cpu()
             self._routings.append(RoutedBatch(top_k_index.cpu(), top_k_weights.detach().cpu(), self._shape.experts))
             for collector in collectors:
-                collector.observe_routing(self._routings[-1])
+                collector.observe_inputs(hidden_states, self._routings[-1])
             return torch.zeros_like(hidden_states)
 
         return replaced(self._native, note)

@@ -77,10 +77,8 @@ class RoutedTokens(Collector):
             return torch.empty(0, self._hidden, dtype=_DTYPE)
         return torch.from_file(str(path), shared=True, size=size, dtype=_DTYPE).view(tokens, self._hidden)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
         self._parts[0][self._noted : self._noted + len(inputs)] = inputs.detach().to("cpu", _DTYPE)
-
-    def observe_routing(self, routing: RoutedBatch) -> None:
         self._routings.append((self._noted, routing.on_cpu()))
         self._noted += routing.tokens
 

@@ -84,7 +84,7 @@ class StreamedModel:
         run_experts_of_any_width(self.model)
         self._uncached = {} if is_encoder(checkpoint.config) else {"use_cache": False}
         text = self.config.get_text_config()
-        self.layer_count = int(text.num_hidden_layers)
+        self.layer_count = architecture.layers
         self.hidden_size = int(text.hidden_size) if self.experts is None else self.experts.shape.hidden
         # get_decoder() is not right for every family; the decoder is what holds the layers.
         held = (architecture.layer_module or architecture.layer).split(".")[-2]

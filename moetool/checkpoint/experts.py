@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture, MoEShape, Role
-from moetool.architectures.fused_layout import PLAIN, FusedLayout
+from moetool.architectures.fused_layout import PLAIN, FusedLayout, neurons, stacked
 from moetool.architectures.shape import by_name, fused_name
 from moetool.checkpoint.block_check import check_blocks
 from moetool.checkpoint.header import check_dtype
@@ -100,8 +100,12 @@ class ExpertReader:
             if self.architecture.is_fused:
                 lies = self.architecture.on_disk if native else PLAIN
                 for together in self.architecture.together(roles):
-                    sizes = lies.shape(sum(matrices[role][0] for role in together), matrices[together[0]][1])
-                    yield self.architecture.weight_name(layer, 0, together[0]), (count, *sizes), None
+                    name, (rows, columns) = self.architecture.weight_name(layer, 0, together[0]), matrices[together[0]]
+                    if self.architecture.on_disk.is_stacked:
+                        each, length = neurons((rows, columns), together[0])
+                        yield name, (count * each, length), None
+                        continue
+                    yield name, (count, *lies.shape(rows * len(together), columns)), None
                 continue
             for role, shape in matrices.items():
                 for expert in range(count):
@@ -185,6 +189,10 @@ class ExpertReader:
             return self.checkpoint.read(name)
         [group] = [own for own in self.architecture.together(self.shape.group(role)) if role in own]
         lies = self.architecture.on_disk
+        if lies.is_stacked:
+            each, _ = neurons(shape, role)
+            rows = self.checkpoint.read_rows(name, expert * each, (expert + 1) * each)
+            return rows.T.contiguous() if role == "down" else rows
         if self.layout(layer).weights[role] is not None or lies == PLAIN:
             start = group.index(role) * shape[0]
             return self.checkpoint.read_part(name, expert, start, start + shape[0])
@@ -362,8 +370,12 @@ class ExpertReader:
         architecture = self.architecture
         if architecture.is_fused:
             for together in architecture.together(roles):
+                name = architecture.weight_name(layer, 0, together[0])
+                if architecture.on_disk.is_stacked:
+                    yield name, stacked([matrix(together[0], i) for i in range(count)], together[0])
+                    continue
                 whole = [lies.fused([matrix(role, i) for role in together]) for i in range(count)]
-                yield architecture.weight_name(layer, 0, together[0]), torch.stack(whole)
+                yield name, torch.stack(whole)
             return
         for role in roles:
             for i in range(count):

@@ -25,6 +25,7 @@ from moetool.format.kinds.moe import MoESpec
 from moetool.format.marker import moetool_entry
 
 DEEPEST = 64  # objects and lists in one another
+_LAYER_KEYS = ("num_hidden_layers", "num_layers")  # with the number of layers, of families that are known
 # What families in this package use; any other name is looked up in transformers, which takes seconds to import.
 _ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"})
 _ROPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
@@ -89,6 +90,7 @@ class _Known(_Any):
     hidden_size: Count = 1
     n_embd: Count = 1
     num_hidden_layers: LayerCount = 1
+    num_layers: LayerCount = 1
     n_layer: LayerCount = 1
     num_attention_heads: Count = 1
     n_head: Count = 1
@@ -206,7 +208,8 @@ def check_headers(
     """
     sizes = {size for shape in shapes.values() for size in shape}
     spec = custom_module(config)
-    layers = spec.of if isinstance(spec, MoESpec) else whole_number(settings, "num_hidden_layers") or 0
+    key = next((key for key in _LAYER_KEYS if key in settings), _LAYER_KEYS[0])
+    layers = spec.of if isinstance(spec, MoESpec) else whole_number(settings, key) or 0
     is_moe = config.get("model_type") in KNOWN
     # Of all families with experts that are known, layers are called so, in whatever model they lie.
     before = next((name.partition("layers.")[0] for name in shapes if "layers." in name), "model.")
@@ -215,7 +218,7 @@ def check_headers(
     if not any(end in name for name in shapes):
         raise InvalidInputError(
             f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {layers} layers "
-            f"({_said('num_hidden_layers', config, layers)})."
+            f"({_said(key, config, layers)})."
         )
     for key in ("vocab_size", "hidden_size"):
         if (size := settings[key]) not in sizes:

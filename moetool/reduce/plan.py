@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures import Architecture
-from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, Settings, whole_number
+from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
@@ -74,7 +74,8 @@ class CountedPlan(PassingPlan):
                 info = source.checkpoint.tensors[source.architecture.weight_name(layer, 0, role)]
                 if source.architecture.is_fused:
                     if not are_stored:
-                        yield TensorSpec(info.name, info.dtype, (self.count, *info.shape[1:]))
+                        rows = info.shape[0] // shape.experts  # of each expert, more than one where they are stacked
+                        yield TensorSpec(info.name, info.dtype, (self.count * rows, *info.shape[1:]))
                     if role in shape.biases:
                         bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
                         yield TensorSpec(bias.name, bias.dtype, (self.count, *bias.shape[1:]))
@@ -132,17 +133,21 @@ def counted_config(source: Source, count: int, top_k: int | None = None) -> dict
 
 
 def _named(
-    settings: Settings, config: Mapping[str, object], keys: Sequence[str], before: int, after: int
+    settings: Mapping[str, object], config: Mapping[str, object], keys: Sequence[str], before: int, after: int
 ) -> dict[str, object]:
     """The entries among these keys that say a number, with another; one that `config` leaves to the defaults, if it
-    names none."""
-    known = [key for key in keys if whole_number(settings, key) == before]
-    return dict.fromkeys({key for key in known if key in config} or known[:1], after)
+    names none; or the part of `config` that says it (DBRX)."""
+    if known := [key for key in keys if whole_number(settings, key) == before]:
+        return dict.fromkeys({key for key in known if key in config} or known[:1], after)
+    parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    changed = {name: _named(part, part, keys, before, after) for name, part in parts.items()}
+    return {name: {**parts[name], **entries} for name, entries in changed.items() if entries}
 
 
 def check_countable(source: Source, *, custom: bool = False) -> None:
     """Raise `UsageError` for a checkpoint in moetool's own format, unless it is no more than `custom` modules and these
-    are taken; `InvalidInputError` for a router with tensors that have no entry per expert."""
+    are taken; `InvalidInputError` for a router with tensors that have no entry per expert, and for a model that has as
+    many experts elsewhere in its layers."""
     reader, architecture, config = source.experts, source.architecture, source.checkpoint.config
     spec, entry = custom_module(config) if custom else None, moetool_entry(config) or {}
     is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
@@ -155,7 +160,15 @@ def check_countable(source: Source, *, custom: bool = False) -> None:
             f"{name} is a moetool checkpoint. The number of experts is changed in an ordinary one, as {made} writes it."
         )
     for layer in reader.moe_layers:
+        block = architecture.block_prefix(layer)
         for name, info in source.checkpoint.tensors.items():
+            if name.startswith(architecture.layer_prefix(layer)) and not name.startswith(block):
+                count, *matrix = info.shape
+                if len(matrix) == 2 and min(matrix) > 1 and count == reader.shape.experts:  # as JetMoE's attention
+                    raise InvalidInputError(
+                        f"{name} has {count} experts, too, and config.json of {architecture.name} counts both in one "
+                        "number: neither can have fewer alone. Other methods of compress make experts smaller."
+                    )
             is_several = math.prod(info.shape) > 1  # one number is no expert's
             if architecture.is_router(layer, name) and is_several and expert_axis(info.shape, architecture) is None:
                 raise InvalidInputError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moetool.calibration.held_experts import ExpertRun, HeldExperts
+from moetool.calibration.held_experts import ExpertRun, HeldExperts, RoutedBatch
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 
@@ -69,7 +69,7 @@ class LogitGram(Scores):
         self._router = router
         self.gram = torch.zeros(len(router), len(router), dtype=torch.float64, device=router.device)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
         logits = inputs.to(self._router).double() @ self._router.double().T
         self.gram += logits.T @ logits
 
@@ -90,7 +90,7 @@ class AllOutputs(Scores):
         self._experts = experts
         self.total = torch.zeros(len(experts.experts), hidden, dtype=torch.float64, device=experts.device)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
         for expert in self._experts.experts:
             self.total[expert] += self._experts.run(expert, inputs).output.double().sum(0)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from moetool.calibration.held_experts import HeldExperts
+from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.calibration.observation import replaced
 from moetool.job.job import Source
 from moetool.reduce.choosing import Fewer
@@ -23,7 +23,7 @@ NUMBERS_AT_ONCE = 1 << 22  # in the outputs of all experts for some tokens
 Subset = tuple[int, ...]
 Weigh = Callable[
     [Tensor], Tensor
-]  # what experts are given `[tokens, hidden]` → the router's weights `[tokens, experts]`
+]  # what experts are given `[tokens, hidden]` → the router's weights `[tokens, experts + 1]`, the last of all others
 
 
 def subset_count(fewer: Fewer) -> int:
@@ -70,11 +70,11 @@ class SubsetRouters:
                 _put(block, name, rows_kept(tensor, architecture, experts).detach())
 
         def weigh(hidden: Tensor) -> Tensor:
-            weights = torch.zeros(len(hidden), count, dtype=torch.float64, device=hidden.device)
+            weights = torch.zeros(len(hidden), count + 1, dtype=torch.float64, device=hidden.device)
 
             def note(states: Tensor, chosen: Tensor, taken: Tensor) -> Tensor:
-                names = torch.tensor(experts, device=chosen.device)
-                weights.scatter_(1, names[chosen], taken.double())
+                names = torch.tensor([*experts, count], device=chosen.device)
+                weights.scatter_add_(1, names[chosen.clamp_max(len(experts))], taken.double())
                 return torch.zeros_like(states)
 
             with torch.no_grad(), replaced(block.get_submodule(inside), note):
@@ -119,7 +119,7 @@ class SubsetLosses(Scores):
         self._experts, self._whole, self._each, self._router = experts, whole, each, router
         self.losses = torch.zeros(len(each), dtype=torch.float64)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
         products = torch.cat(list(self._products(inputs)))
         taken = self._whole(inputs)
         for place, subset in enumerate(self._each):
@@ -127,11 +127,13 @@ class SubsetLosses(Scores):
             self.losses[place] += torch.einsum("te,tef,tf->", lost, products, lost).cpu()
 
     def _products(self, inputs: Tensor) -> Iterator[Tensor]:
-        """F Fᵀ of each token, `[tokens, experts, experts]` fp64."""
+        """F Fᵀ of each token, `[tokens, experts + 1, experts + 1]` fp64. All others give nothing, or what they are
+        given."""
         width = inputs.shape[1] * len(self._experts.experts)
         for rows in inputs.split(max(1, NUMBERS_AT_ONCE // width)):
             outputs = [self._experts.run(expert, rows).output for expert in self._experts.experts]
-            stacked = torch.stack(outputs, dim=1).double()
+            others = rows if self._experts.gives_back else torch.zeros_like(rows)
+            stacked = torch.stack([*outputs, others], dim=1).double()
             yield stacked @ stacked.transpose(1, 2)
 
     def sums(self) -> dict[str, Tensor]:

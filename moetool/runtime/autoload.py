@@ -19,6 +19,9 @@ _EXTENDED_BY = {
     "transformers.quantizers.auto": "moetool.runtime.plugin",
     "transformers.models.auto.configuration_auto": "moetool.runtime.deepseek_config",
     "transformers.integrations.moe": "moetool.runtime.modules.dense_experts",
+    "transformers.models.dbrx.modeling_dbrx": "moetool.runtime.families.dbrx",
+    "transformers.models.jetmoe.modeling_jetmoe": "moetool.runtime.families.jetmoe",
+    "transformers.models.longcat_flash.modeling_longcat_flash": "moetool.runtime.families.longcat_flash",
 }
 
 

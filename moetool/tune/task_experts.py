@@ -41,6 +41,12 @@ class TaskLayer:
     router: nn.Module
     experts: nn.Module
 
+    @property
+    def count(self) -> int:
+        """Number of experts that have weights; a router may choose others, too."""
+        experts: Any = self.experts
+        return len(experts if isinstance(experts, nn.ModuleList) else experts.down_proj)
+
 
 def train_task_experts(job: Job[Any], model: "PreTrainedModel", examples: Sequence[Example], share: float) -> int:
     """Let only those experts learn that get `share` of the choices of the examples' tokens; returns the number of
@@ -86,7 +92,7 @@ def count_choices(
 ) -> Mapping[str, Tensor]:
     """Count, by layer, how often each expert is chosen by tokens of batches of examples: `[experts]`, int64."""
     routers, top_k = Routers(model), experts_per_token(model)
-    names = {layer.router: layer.name for layer in layers}
+    known = {layer.router: layer for layer in layers}
     counts: dict[str, Tensor] = {}
     model.eval()
     for batch in batches:
@@ -96,10 +102,10 @@ def count_choices(
         with routers.watched():
             model(input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False)
         for router, logits, taken in zip(routers.ran, routers.logits, routers.chosen, strict=True):
-            if router in names:
+            if (layer := known.get(router)) is not None:
                 chosen = (logits.topk(top_k).indices if taken is None else taken)[real]
-                own = F.one_hot(chosen, logits.shape[-1]).sum((0, 1)).cpu()
-                counts[names[router]] = counts.get(names[router], torch.zeros_like(own)) + own
+                own = F.one_hot(chosen, logits.shape[-1]).sum((0, 1)).cpu()[: layer.count]
+                counts[layer.name] = counts.get(layer.name, torch.zeros_like(own)) + own
         job.progress.advance()
     routers.clear()
     model.train()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moetool.calibration.held_experts import RoutedBatch
 from moetool.calibration.observation import Collector
 from moetool.calibration.peers import Peers
 from moetool.convert.inputs import InputMoments
@@ -24,7 +25,7 @@ class DomainInputs(Collector):
         self._is_own, self._length, self._next = is_own, length, first
         self.moments = InputMoments(2, hidden)
 
-    def observe_inputs(self, inputs: Tensor) -> None:
+    def observe_inputs(self, inputs: Tensor, routing: RoutedBatch) -> None:
         windows = self._is_own[self._next : self._next + len(inputs) // self._length]
         self._next += len(windows)
         own = windows.repeat_interleave(self._length).to(inputs.device)

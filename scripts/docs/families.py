@@ -54,7 +54,13 @@ So are those that lie otherwise in memory, too: gpt-oss's are transposed, have b
 turns (in MXFP4 or in 16 bits); Aria's and Llama 4's are transposed. Nemotron-H's have no gate. Llama 4's router weighs
 what experts are given, and experts of a class without transformers' decorator are tried on small numbers first.
 Nemotron 3's and Muse Spark's are given fewer channels than hidden states have; Muse Spark's end in a norm that they
-share. Inkling's router also weighs shared experts, ZAYA1's may choose none: these rows of it stay.
+share. Inkling's router also weighs shared experts, ZAYA1's may choose none, LongCat-Flash's also chooses experts
+without matrices, which give back what they are given: these rows of it stay, and what they do stays exact. Of
+LongCat-Flash, transformers 5.24.0 wants matrices that no file has, and loads no published model; where moetool is
+imported it does. JetMoE's attention has experts, too, which stay as they are; `config.json` has one number for both, so
+that `reap` and its like are refused. The matrices of all experts of a DBRX layer lie below each other in one, in files.
+In memory the experts of both are in modules of the usual form, where moetool is imported; and DBRX has the rotary
+base of its `attn_config`, as it was trained: transformers 5.24.0 reads another entry, and takes its default.
 
 Compressed, all run on the same kernels; every expert keeps its own biases. Where only gate and up or only down of a
 transposed layer is compressed, and where experts end in a norm, the layer runs without kernels.
@@ -147,9 +153,8 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 def reason(model_type: str) -> str:
     """Why a family is refused."""
-    more = {"attn_config": {"rope_theta": 1e4}} if model_type == "dbrx" else {}  # its defaults make no model
     with quiet():
-        config: dict[str, Any] = AutoConfig.for_model(model_type, **more).to_dict()
+        config: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
     config |= {"num_experts": 8} if experts_told(config) is None else {}
     try:
         find_architecture(config)

@@ -40,6 +40,10 @@ FROZEN: dict[str, tuple[object, ...]] = {
         *(("shared_experts.",), SHARED),
     ),
     "lfm2_moe": ((1, 2), 6, 2, 24, (1, 1), "feed_forward", "w1", "gate.weight", ("feed_forward.expert_bias",), (), ""),
+    "longcat_flash": (
+        *((0, 1, 2), 6, 3, 24, (1, 1), "mlp", "gate_proj", "router.classifier.weight"),
+        *(("mlp.router.e_score_correction_bias",), (), ""),
+    ),
     "afmoe": (
         *((1, 2), 6, 2, 24, (1, 1), "mlp", "gate_proj", "router.gate.weight", ("mlp.expert_bias",)),
         *(("shared_experts.",), SHARED),
@@ -48,6 +52,7 @@ FROZEN: dict[str, tuple[object, ...]] = {
 ATTENTION = {
     "mixtral": {f"self_attn.{letter}_proj" for letter in "qkvo"},
     "deepseek_v3": {f"self_attn.{name}" for name in LATENT},
+    "longcat_flash": {f"self_attn.{index}.{name}" for index in (0, 1) for name in LATENT},
     "lfm2_moe": {"conv.in_proj", "conv.out_proj", *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out"))},
 }
 

@@ -114,11 +114,6 @@ def test_an_unknown_family_gets_a_hint() -> None:
     ("config", "told", "refused"),
     [
         (
-            {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}, "attn_config": {"rope_theta": 1e4}},
-            "ffn_config.moe_num_experts is 16",
-            "DBRX cannot be compressed",
-        ),
-        (
             {"model_type": "ernie4_5_vl_moe", "text_config": {"num_experts": 8, "num_hidden_layers": 3}},
             "text_config.num_experts is 8",
             "several kinds",

@@ -38,8 +38,7 @@ def noted(given, tmp_path: Path) -> RoutedTokens:
     )
     found = RoutedTokens(sweep, 0)
     for rows in (slice(0, 2 * LENGTH), slice(2 * LENGTH, TOKENS)):
-        found.observe_inputs(inputs[rows].float())
-        found.observe_routing(RoutedBatch(index[rows], weights[rows], EXPERTS))
+        found.observe_inputs(inputs[rows].float(), RoutedBatch(index[rows], weights[rows], EXPERTS))
     found.reduce(Peers())
     return found
 

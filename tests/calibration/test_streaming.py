@@ -39,9 +39,9 @@ WINDOWS, LENGTH = 5, 24
 CPU = torch.device("cpu")
 
 
-def stream(path: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+def stream(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> StreamedModel:
     checkpoint = Checkpoint.open(path)
-    return StreamedModel(checkpoint, architecture_of(checkpoint.config), dtype, CPU)
+    return StreamedModel(checkpoint, architecture_of(checkpoint.config), dtype, CPU, **options)
 
 
 def whole(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -60,6 +60,12 @@ def tied(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFa
     path = save_model(make_mixtral(seed=3, tie_word_embeddings=True), tmp_path_factory.mktemp("tied") / "model")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     return path
+
+
+@pytest.fixture(scope="module")
+def longcat(save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose router also chooses experts that give back what they are given."""
+    return save_model(build("longcat_flash"), tmp_path_factory.mktemp("longcat") / "model")
 
 
 def swept(model: StreamedModel, windows: Tensor, directory: Path, batch: int = 2) -> Sweep:
@@ -85,14 +91,15 @@ def exact(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     assert (found - expected).norm() / expected.norm() < tolerance
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "tied"])
+@pytest.mark.parametrize("kind", ["tiny_mixtral", "tiny_mixtral_sharded", "tied", "longcat"])
 def test_logits_are_those_of_the_whole_model(
-    kind: str, tiny_mixtral: Path, tiny_mixtral_sharded: Path, tied: Path, windows: Tensor, tmp_path: Path
+    kind: str, windows: Tensor, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    path = {"plain": tiny_mixtral, "sharded": tiny_mixtral_sharded, "tied": tied}[kind]
+    path = request.getfixturevalue(kind)
     with torch.no_grad():
         expected = whole(path)(input_ids=windows).logits
     exact(logits(swept(stream(path), windows, tmp_path)), expected)
+    exact(through(stream(path, experts_on_disk=True), windows), expected)
 
 
 def test_every_boundary_is_the_whole_models(tiny_mixtral: Path, windows: Tensor, tmp_path: Path) -> None:
@@ -137,11 +144,14 @@ def gradients(model: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(losses), torch.cat(rows)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-def test_the_reverse_sweep_is_exact(kind: str, tiny_mixtral: Path, tied: Path, windows: Tensor, tmp_path: Path) -> None:
-    path = {"plain": tiny_mixtral, "tied": tied}[kind]
+@pytest.mark.parametrize("at_once", [None, 2])
+@pytest.mark.parametrize("kind", ["tiny_mixtral", "tied", "longcat"])
+def test_the_reverse_sweep_is_exact(
+    kind: str, at_once: int | None, windows: Tensor, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(kind)
     losses, expected = gradients(whole(path), windows)
-    sweep = swept(stream(path), windows, tmp_path)
+    sweep = swept(stream(path, experts_at_once=at_once), windows, tmp_path)
     assert sweep.head() == pytest.approx(float(losses.mean()), rel=1e-6)
     for index in reversed(range(3)):
         with sweep.model.layer(index) as layer:

@@ -67,7 +67,7 @@ def attention_of(layer: Any) -> Any:
 def check_moe(config: dict[str, Any], model: Any, layers: Any, experts: str) -> None:
     """Numbers of experts, those of the modules at this path in a layer."""
     found = {index: dict(layer.named_modules()).get(experts) for index, layer in enumerate(layers)}
-    sparse = {index: module for index, module in found.items() if hasattr(module, "has_gate")}
+    sparse = {index: module for index, module in found.items() if hasattr(module, "down_proj")}
     if not sparse:
         with pytest.raises(InvalidInputError, match=r"is not an MoE model|none of its layers has experts"):
             find_architecture(config)
@@ -88,7 +88,8 @@ def check_common(config: dict[str, Any], model: Any, layers: Any) -> None:
     settings = settings_of(config, Path())
     embedding = model.get_input_embeddings()
     assert settings["vocab_size"] == embedding.num_embeddings
-    assert settings["num_hidden_layers"] == len(layers)
+    key = "num_hidden_layers" if "num_hidden_layers" in settings else "num_layers"
+    assert settings[key] == len(layers)
     assert context_length(settings) == getattr(model.config, "max_position_embeddings", None)
     heads = settings["num_attention_heads"]
     shared = settings.get("num_key_value_heads") or heads

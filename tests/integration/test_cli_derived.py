@@ -29,9 +29,9 @@ SHARING = {
 
 # Latent attention, clamped activations, layers of embeddings, interleaved experts with biases, a state space, two kinds
 # of linear attention, weighed inputs, experts without gates, a model around another, a vector
-# per token that layers hand on, and a norm after experts.
+# per token that layers hand on, a norm after experts, experts in attention, too, and experts below each other.
 STRUCTURES = ("axk1", "deepseek_v4", "gemma4_text", "gpt_oss", "jamba", "kimi_linear", "qwen3_5_moe_text")
-STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark")
+STRUCTURES += ("llama4_text", "nemotron_h", "qwen3_vl_moe", "zaya", "muse_spark", "jetmoe", "dbrx")
 # What does not depend on a family's own names and layers is tried on a half of them.
 one_half, other_half = (
     pytest.mark.parametrize("model", sampled(FAMILIES, half), indirect=True, scope="module")
@@ -136,6 +136,10 @@ def test_a_third_of_its_experts_goes(
         assert made.code == 3
         assert "a row for each of 8 experts" in made.stderr  # some of its layers choose by the token alone
         return
+    if config_of(model)["model_type"] == "jetmoe":
+        assert made.code == 3
+        assert "self_attention.experts.input_linear.weight has 6 experts, too" in made.stderr
+        return
     assert made.code == 0, made.stderr
     assert Source.open(tmp_path / "fewer").experts.shape.experts == 4
     assert torch.isfinite(logits(tmp_path / "fewer", tokens)).all()
@@ -205,16 +209,19 @@ def test_experts_that_are_given_fewer_channels(
     )
 
 
-def test_a_router_with_rows_for_shared_experts(run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path) -> None:
-    family = "inkling_text"
-    model = save_model(families.build(family, **DERIVED[family]), tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "router", "beside"),
+    [("inkling_text", "mlp.gate.weight", 2), ("longcat_flash", "mlp.router.classifier.weight", 3)],
+)
+def test_a_router_with_rows_for_no_expert(
+    run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str, router: str, beside: int
+) -> None:
+    model = save_model(families.build(family, **DERIVED.get(family, {})), tmp_path / "model")
     for method in ("naee", "m-smoe", "reap"):
         made = run_cli("compress", model, "--method", method, tmp_path / method, "--experts", 4, *calibration)
         assert made.code == 0, made.stderr
-        found, given = (
-            load_file(path / WEIGHTS)["model.layers.1.mlp.gate.weight"] for path in (tmp_path / method, model)
-        )
-        assert found.shape == (4 + 2, 32)
+        found, given = (load_file(path / WEIGHTS)[f"model.layers.1.{router}"] for path in (tmp_path / method, model))
+        assert found.shape == (4 + beside, 32)
         assert found[4:].equal(given[6:])
         assert all((row == given[:6]).all(1).any() for row in found[:4])
 

@@ -205,6 +205,7 @@ def test_families_that_do_not_fit_are_refused(
             "equal to the number of `mlp_layer_types` (2)",
         ),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("longcat_flash", {"zero_expert_type": "drop"}, "zero_expert_type = 'drop'"),
     ],
 )
 def test_configs_that_cannot_be_used(

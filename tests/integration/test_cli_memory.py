@@ -49,9 +49,11 @@ def test_less_memory_same_model(run_cli, tiny_mixtral_bf16, calibration, tmp_pat
         assert found[name].equal(tensor), name
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "longcat_flash", "dbrx"])
 @pytest.mark.parametrize("method", [("d2moe", "--ratio", 0.2), ("m-smoe", "--experts", 5)])
-def test_less_memory_where_experts_lie_otherwise(run_cli, save_model, calibration, tmp_path, method) -> None:
-    model = save_model(families.build("gpt_oss", dtype=torch.bfloat16, **DERIVED["gpt_oss"]), tmp_path / "model")
+def test_less_memory_where_experts_are_otherwise(run_cli, save_model, calibration, tmp_path, method, family) -> None:
+    own = DERIVED.get(family, {})
+    model = save_model(families.build(family, dtype=torch.bfloat16, **own), tmp_path / "model")
     found, expected = twice(run_cli, tmp_path, "compress", model, "--method", *method, *calibration)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

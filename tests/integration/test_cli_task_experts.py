@@ -54,7 +54,9 @@ def test_nothing_else_changes(run_cli: Any, tiny_mixtral: Path, short_text: Path
     assert f"{len(expected) // 3} of {4 * 3} experts get 40% of their layer's choices" in result.stderr
 
 
-@pytest.mark.parametrize("family", sampled(("qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3"), ("gpt_oss",)))
+@pytest.mark.parametrize(
+    "family", sampled(("qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3", "longcat_flash"), ("gpt_oss",))
+)
 def test_other_families(run_cli: Any, save_model: Any, short_text: Path, family: str, tmp_path: Path) -> None:
     """Routers and what is not an expert stay; some experts change and some do not."""
     source = save_model(families.build(family), tmp_path / "model")

@@ -20,7 +20,7 @@ from moetool.kernels.table import Table
 from moetool.representations.base import Weight
 from moetool.representations.operand import numbers
 from moetool.runtime.modules.expert_tensors import ExpertTensors
-from moetool.runtime.modules.fused import activated, add_rows, normed, on_weighed_inputs
+from moetool.runtime.modules.fused import activated, add_rows, given_back, gives_back, normed, on_weighed_inputs
 from moetool.runtime.modules.inference import KernelExperts, RoleMatrices
 from moetool.runtime.modules.offloading import loaded
 
@@ -35,7 +35,10 @@ class SharedBaseExperts(ExpertTensors):
         run = super().forward
         if top_k_index is None or top_k_weights is None:
             return on_weighed_inputs(run, hidden_states, self.num_experts)
-        return run(hidden_states, top_k_index, top_k_weights)
+        output: Tensor = run(hidden_states, top_k_index, top_k_weights)
+        if not gives_back(self.native):
+            return output
+        return output + given_back(hidden_states, top_k_index, top_k_weights, self.num_experts)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Put the base's stored channels `[tokens, base_channels]` where they belong among all of them."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moetool.architectures.fused_layout import FusedLayout, layout_of
-from moetool.architectures.shape import NORM, MoEShape, Role, fused_name
+from moetool.architectures.shape import IDENTITIES, NORM, MoEShape, Role, fused_name
 from moetool.architectures.trying import takes_weighed_inputs
 
 _PLAIN = "transformers.integrations.moe"  # where act(gate) · up is, which most families have
@@ -147,6 +147,18 @@ def on_weighed_inputs(run: Callable[[Tensor, Tensor, Tensor], Tensor], given: Te
     output = run(hidden, chosen[:, None], torch.ones_like(hidden[:, :1]))
     # The block adds up what all experts give.
     return torch.cat([output, output.new_zeros(len(given) - len(output), given.shape[-1])])
+
+
+def gives_back(experts: nn.Module) -> bool:
+    """Whether a router also chooses experts without matrices, which give back what they are given (LongCat-Flash):
+    they have the numbers after those of the others."""
+    return bool(getattr(experts, IDENTITIES, 0))
+
+
+def given_back(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """The weighted sum of what experts without matrices give, those that are numbered from `experts` on: `[tokens,
+    hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`."""
+    return (hidden * weights.masked_fill(chosen < experts, 0).sum(-1, keepdim=True)).to(hidden.dtype)
 
 
 def run_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

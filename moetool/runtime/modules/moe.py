@@ -63,6 +63,7 @@ class FusedExperts(RoutedExperts):
         shape: MoEShape = config.shape
         self.config = config
         self.act_fn = config.act_fn
+        self.has_gate, self.has_bias = "gate" in shape.roles, bool(shape.biases)  # as transformers says of its own
         self.num_experts, self.hidden_dim, self.intermediate_dim = shape.experts, shape.hidden, shape.intermediate
         for roles in shape.groups:
             name, (rows, columns) = fused_name(roles), shape.matrix(roles[0])

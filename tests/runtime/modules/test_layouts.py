@@ -9,7 +9,7 @@ from derived_families import DERIVED
 from torch import Tensor, nn
 
 from moetool.architectures.fused_layout import FusedLayout, layout_of
-from moetool.architectures.shape import ROLES, MoEShape, Role, fused_name
+from moetool.architectures.shape import IDENTITIES, ROLES, MoEShape, Role, fused_name
 from moetool.calibration.held_experts import HeldExperts, RoutedBatch
 from moetool.format.families import architecture_of
 from moetool.format.layout import LayerLayout
@@ -17,26 +17,27 @@ from moetool.kernels.products import problem
 from moetool.representations.dense import Dense
 from moetool.representations.low_rank import LowRank
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.fused import fused_matrix, run_experts
+from moetool.runtime.modules.fused import fused_matrix, given_back, gives_back, run_experts
 from moetool.runtime.synthesis import dense_experts
 
 TOKENS = 40
-FAMILIES = ("aria_text", "gpt_oss", "llama4_text", "nemotron_h")
+FAMILIES = ("aria_text", "gpt_oss", "llama4_text", "longcat_flash", "nemotron_h")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def native(request: pytest.FixtureRequest) -> tuple[Any, MoEShape]:
     """Experts of one layer of a family, and their shape."""
-    model = families.build(request.param, **DERIVED[request.param])
+    model = families.build(request.param, **DERIVED.get(request.param, {}))
     architecture = architecture_of(model.config.to_dict())
     layer = model.get_submodule(architecture.layer_path(architecture.moe_layers[0]))
     return layer.get_submodule(architecture.experts_module), architecture.shape
 
 
-def routed(shape: MoEShape) -> tuple[Tensor, Tensor, Tensor]:
+def routed(experts: Any, shape: MoEShape) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(TOKENS, shape.hidden, generator=generator)
-    weights, chosen = torch.rand(TOKENS, shape.experts, generator=generator).topk(shape.top_k)
+    count = shape.experts + getattr(experts, IDENTITIES, 0)
+    weights, chosen = torch.rand(TOKENS, count, generator=generator).topk(shape.top_k)
     return hidden, chosen, weights
 
 
@@ -62,6 +63,11 @@ def standing_in(experts: Any, shape: MoEShape, native: tuple[Role, ...]) -> Shar
     return module
 
 
+def others(experts: Any, shape: MoEShape, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What experts without matrices add."""
+    return given_back(hidden, chosen, weights, shape.experts) if gives_back(experts) else torch.zeros_like(hidden)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
@@ -69,12 +75,14 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("kept", [(), ("down",), ROLES[:-1]], ids=["none", "down", "entering"])
 def test_experts_on_a_base_give_what_the_original_gives(native: Any, kept: tuple[Role, ...]) -> None:
     experts, shape = native
-    module, given = standing_in(experts, shape, kept), routed(shape)
+    module, given = standing_in(experts, shape, kept), routed(experts, shape)
+    close(module(*given), run_experts(experts, *given))  # as in training
     with torch.no_grad():
         expected = run_experts(experts, *given)
-        close(module.eager(*given), expected)
         close(module(*given), expected)
         close(module(*(own[:1] for own in given)), expected[:1])
+        expected = expected - others(experts, shape, *given)
+        close(module.eager(*given), expected)
         if not kept and not problem(torch.device("cpu")):
             kernels = module.on_kernels()
             close(kernels.forward(*given), expected)
@@ -85,7 +93,7 @@ def test_experts_on_a_base_give_what_the_original_gives(native: Any, kept: tuple
 
 def test_held_experts_run_as_the_original(native: Any) -> None:
     experts, shape = native
-    hidden, chosen, weights = routed(shape)
+    hidden, chosen, weights = routed(experts, shape)
     held, batch = HeldExperts.of_layer(experts), RoutedBatch(chosen, weights, shape.experts)
     result = torch.zeros_like(hidden)
     with torch.no_grad():
@@ -95,6 +103,7 @@ def test_held_experts_run_as_the_original(native: Any) -> None:
             result.index_add_(0, rows, work.output * batch.weights[pairs])
             parts = [hidden[rows] @ held.matrix(shape, expert, role).T for role in shape.entering]
             close(work.gate_up, torch.cat(parts, -1))
+        result += others(experts, shape, hidden, chosen, weights)
         close(result, run_experts(experts, hidden, chosen, weights))
     assert held.intermediate == shape.intermediate
 
