@@ -57,8 +57,8 @@ def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
         return []
     worst = f"{shown_kl(found.kl_worst)} on {found.worst_text}"
     told = [("KL by text", f"mean {shown_kl(found.kl_mean)}, worst {worst}, in {NAT_UNIT}")]
-    if found.abroad is not None:
-        times = f"{found.abroad:.1f} times as much as on the calibration's own kind"
+    if found.abroad is not None and found.kl_own is not None:
+        times = f"{found.abroad:.1f} times as much as on the calibration's own kind ({shown_kl(found.kl_own)})"
         told.append(("on other kinds", f"at worst {times}"))
     return told
 
