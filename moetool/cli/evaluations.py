@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from moetool.cli.display import print_fields, print_table
 from moetool.measure.results import (
+    NAT_UNIT,
     OWN_KIND_ALONE,
     Divergence,
     Evaluation,
@@ -13,6 +14,7 @@ from moetool.measure.results import (
     TextLoss,
     kind_in_words,
     short_names,
+    shown_excess,
     shown_kl,
 )
 from moetool.measure.tasks.results import Evaluated, Evaluations, TaskScore
@@ -53,10 +55,10 @@ def over_texts(found: OverTexts | None) -> list[tuple[str, str]]:
     """Rows that summarize KL divergence over several texts; empty if there is only one."""
     if found is None:
         return []
-    worst = f"{shown_kl(found.kl_worst):.6f} on {found.worst_text}"
-    told = [("KL by text", f"mean {shown_kl(found.kl_mean):.6f}, worst {worst}")]
-    if found.abroad is not None:
-        times = f"{found.abroad:.1f} times as much as on the calibration's own kind ({found.kl_own:.6f})"
+    worst = f"{shown_kl(found.kl_worst)} on {found.worst_text}"
+    told = [("KL by text", f"mean {shown_kl(found.kl_mean)}, worst {worst}, in {NAT_UNIT}")]
+    if found.abroad is not None and found.kl_own is not None:
+        times = f"{found.abroad:.1f} times as much as on the calibration's own kind ({shown_kl(found.kl_own)})"
         told.append(("on other kinds", f"at worst {times}"))
     return told
 
@@ -78,9 +80,9 @@ def print_texts(texts: Sequence[TextLoss], protocol: str = "perplexity") -> None
             f"{text.perplexity:.4f}",
         ]
         if (lost := text.against) is not None:
-            row += [_excess(lost), f"{shown_kl(lost.kl):.6f}", f"{lost.agreement:.2%}"]
+            row += [_excess(lost), shown_kl(lost.kl), f"{lost.agreement:.2%}"]
         rows.append(row)
-    print_table(headers, rows, title="Text by text" + (", nats per token" if has_original else ""))
+    print_table(headers, rows, title="Text by text" + (f", excess and KL in {NAT_UNIT}" if has_original else ""))
 
 
 def print_evaluations(result: Evaluations) -> None:
@@ -89,12 +91,13 @@ def print_evaluations(result: Evaluations) -> None:
     texts = {_text(found.text) for found in result.models if found.text is not None}
     print_fields([("data", text) for text in sorted(texts)])
     on_text, on_tasks = _text_rows(result.models), _task_rows(result.models)
+    is_beside = any(found.text is not None and found.text.against is not None for found in result.models)
+    title = f"Excess loss and KL in {NAT_UNIT}" if is_beside else None
     if on_tasks:
-        print_table(("", "n", "shots", "metric", *names), [*on_text, *on_tasks])
+        print_table(("", "n", "shots", "metric", *names), [*on_text, *on_tasks], title=title)
     else:
-        print_table(
-            ("", "windows", "metric", *names), [(label, windows, *cells) for label, windows, _, *cells in on_text]
-        )
+        rows = [(label, windows, *cells) for label, windows, _, *cells in on_text]
+        print_table(("", "windows", "metric", *names), rows, title=title)
     for name, found in zip(names, result.models, strict=True):
         if any(part is not None and part.depends_on_batch for part in (found.text, found.tasks)):
             print_fields([("note", f"{name}: {BATCH_DEPENDENT}")])
@@ -114,7 +117,7 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
     if first.against is not None:
         measures |= {
             "excess loss": lambda loss: _excess(loss.against) if loss.against else "",
-            "KL": lambda loss: f"{shown_kl(loss.against.kl):.6f}" if loss.against else "",
+            "KL": lambda loss: shown_kl(loss.against.kl) if loss.against else "",
             "top-1": lambda loss: f"{loss.against.agreement:.2%}" if loss.against else "",
         }
     of_all = "all texts" if len(first.texts) > 1 else "text"
@@ -142,7 +145,7 @@ def _measured(
 
 
 def _worst(found: Evaluation | None) -> str:
-    return "" if found is None or found.over_texts is None else f"{shown_kl(found.over_texts.kl_worst):.6f}"
+    return "" if found is None or found.over_texts is None else shown_kl(found.over_texts.kl_worst)
 
 
 def _own_kinds(found: Evaluation | None) -> str:
@@ -184,21 +187,21 @@ def _against(found: Divergence) -> list[tuple[str, str]]:
     """How far it is from the original."""
     return [
         ("against", f"{found.model} (perplexity {found.perplexity:.4f}, loss {found.nll:.6f})"),
-        ("excess loss", f"{_excess(found)} nats per token"),
+        ("excess loss", f"{_excess(found)} {NAT_UNIT}"),
         *same_tokens(found),
     ]
 
 
 def same_tokens(found: Divergence | Likeness) -> list[tuple[str, str]]:
-    """Rows for KL divergence (nats per token) and top-1 agreement (percent of tokens) with the original."""
+    """Rows for KL divergence (`NAT_UNIT`) and top-1 agreement (percent of tokens) with the original."""
     return [
-        ("KL divergence", f"{shown_kl(found.kl):.6f} nats per token"),
+        ("KL divergence", f"{shown_kl(found.kl)} {NAT_UNIT}"),
         ("top-1 agreement", f"the likeliest next token is the same for {found.agreement:.2%}"),
     ]
 
 
 def _excess(found: Divergence) -> str:
-    return f"{found.excess:.6f}" + ("" if found.excess_error is None else f" ± {found.excess_error:.6f}")
+    return shown_excess(found.excess, found.excess_error)
 
 
 def _synthesis(result: Evaluation) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from moetool.compress.results import MixedResult, RankedResult
 from moetool.convert.results import Activations, ConversionResult, Proof
 from moetool.job.forecast import format_seconds
 from moetool.job.result import Json, LoadedLayer, Result, Sizes
-from moetool.measure.results import shown_kl
+from moetool.measure.results import NAT_UNIT, shown_kl
 from moetool.reduce.results import DroppedResult, ReducedResult
 from moetool.repair.results import RepairedResult, RepairResult
 from moetool.upcycle.results import AddedResult
@@ -179,8 +179,7 @@ def _repaired(told: RepairResult) -> list[tuple[str, str]]:
     if told.kept_step == 0:
         said = "No step made a held-out text better and none worse: the weights are those of the input."
         return [("note", said)]
-    changes = [
-        f"{1000 * shown_kl(before):.4g} → {1000 * shown_kl(told.kl_after[name]):.4g} on {name}"
-        for name, before in told.kl_before.items()
-    ]
-    return [("held out", f"KL divergence from the original {', '.join(changes)}, in millinats (step {told.kept_step})")]
+    changes = ", ".join(
+        f"{shown_kl(before)} → {shown_kl(told.kl_after[name])} on {name}" for name, before in told.kl_before.items()
+    )
+    return [("held out", f"KL divergence from the original {changes}, in {NAT_UNIT} (step {told.kept_step})")]

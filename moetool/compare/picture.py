@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from moetool.compare.results import Compared, ComparedModel, kind_of_text
 from moetool.measure.plots import panels
-from moetool.measure.results import short_names
+from moetool.measure.results import NAT_UNIT, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = 3
-# A row of the table → what is shown of it, in nats, and the standard error of that, 0 where there is none.
+# A row of the table → what is shown of it, and the standard error of that, 0 where there is none; both in `NAT_UNIT`.
 _Height: TypeAlias = Callable[[ComparedModel], tuple[float, float]]
 
 
@@ -44,8 +44,8 @@ def plot_compared(result: Compared, path: Path) -> None:
 
 
 _PANELS: dict[str, _Height] = {
-    "loss above the original's": lambda row: (row.excess or 0.0, row.excess_error or 0.0),
-    "KL from the original": lambda row: (row.kl or 0.0, 0.0),
+    "loss above the original's": lambda row: (1000 * (row.excess or 0.0), 1000 * (row.excess_error or 0.0)),
+    "KL from the original": lambda row: (1000 * (row.kl or 0.0), 0.0),
 }
 
 
@@ -53,7 +53,7 @@ def _text_by_text(result: Compared) -> dict[str, _Height]:
     """One panel for each text, whose bars are the KL divergence on it."""
 
     def height(number: int) -> _Height:
-        return lambda row: ((lost.kl if (lost := row.texts[number].against) else 0.0), 0.0)
+        return lambda row: (1000 * lost.kl if (lost := row.texts[number].against) else 0.0, 0.0)
 
     found = {}
     for number, name in enumerate(short_names([text.name for text in result.texts])):
@@ -71,5 +71,5 @@ def _draw(axis: "Axes", title: str, height: _Height, lines: dict[str, list[Compa
         axis.errorbar(sizes, heights, errors if any(errors) else None, marker="o", markersize=4, capsize=2, label=name)
     if lines and all(height(row)[0] > 0 for rows in lines.values() for row in rows):
         axis.set_yscale("log")
-    axis.set(title=f"{title}, nats per token", xlabel="weight files, MB")
+    axis.set(title=title, ylabel=NAT_UNIT, xlabel="weight files, MB")
     axis.grid(visible=True, linewidth=0.3)

@@ -1,7 +1,8 @@
 """Advice on what to type so that an MoE model fits into a memory, from its config or its file headers alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,13 +13,13 @@ from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.checkpoint.source import model_name
-from moetool.compress.methods.auto import AutoOptions
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.estimate import estimate
 from moetool.job.forecast import format_seconds
 from moetool.job.job import Source
-from moetool.job.options import Options
+from moetool.job.options import Options, RunOptions
+from moetool.job.plan import Plan
 from moetool.job.planning import plan_stage
 from moetool.job.result import Printed
 from moetool.job.writing import original_bytes
@@ -62,11 +63,12 @@ class Recommendation(Printed):
         weights: of these, bytes that are left for weights.
         engine: that is to run it.
         ratio: share of the original's bytes that is to be saved; `None` where it fits as it is.
-        bits: bits per number that the whole model then has; `None` where it fits.
+        bits: those of `weights` for each of all `parameters`, experts or not; `None` where it fits.
         commands: what to type, in order.
+        in_llama_cpp: what to type instead for llama.cpp, if that is not the engine and runs such a model.
         seconds: of the first command on this machine, as `--dry-run` estimates them; `None` where that is unknown.
         peak_memory_bytes: of the first command; `None` where it fits.
-        notes: what is known of the loss, and what else there is to say.
+        notes: what to do where the first command needs more than `memory`, and what is known of the loss.
     """
 
     model: str
@@ -83,6 +85,7 @@ class Recommendation(Printed):
     seconds: float | None = None
     peak_memory_bytes: int | None = None
     notes: Sequence[str] = ()
+    in_llama_cpp: Sequence[str] = ()
     gguf_bytes: int | None = None
 
 
@@ -122,52 +125,110 @@ def recommend(model: str | Path, memory: int, engine: Engine) -> Recommendation:
     return _compressed(found, source.checkpoint)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A job as it would be typed, and what it takes."""
+
+    stage: str
+    checkpoint: Checkpoint
+    typed: Mapping[str, str]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(word for name, value in self.typed.items() for word in (f"--{name.replace('_', '-')}", value))
+
+    @cached_property
+    def options(self) -> RunOptions:
+        return stages()[self.stage].options_type.model_validate({"calibration": BUNDLED, **self.typed})
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_stage(stages()[self.stage], self.checkpoint, self.options)
+
+    @property
+    def seconds(self) -> float | None:
+        return estimate(self.plan, self.options, Path()).seconds
+
+    def typing(self, more: Mapping[str, str]) -> "_Job":
+        return replace(self, typed={**self.typed, **more})
+
+
 def _exported(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     """With the export that gives every tensor the type in which it loses least in so many bytes."""
-    kind, size = stages()["gguf"], _typed(found.weights)
-    options = kind.options_type.model_validate({"size": size, "calibration": BUNDLED})
+    job = _Job("gguf", checkpoint, {"size": _typed(found.weights)})
     try:
-        plan = plan_stage(kind, checkpoint, options)
+        job, notes = _within(found.memory, job, [{"compute_dtype": "bfloat16"}])
     except UsageError as error:
         left = f"--memory {format_bytes(found.memory)} leaves {format_bytes(found.weights)} for weights."
         raise UsageError(f"{left} {error}") from error
-    output = f"{model_name(found.model)}-gguf"
     return replace(
         found,
-        commands=[("export", found.model, output, "--format", "gguf", "--size", size)],
-        seconds=estimate(plan, options, Path()).seconds,
-        peak_memory_bytes=plan.memory_bytes,
-        notes=[_expected(found, _MEASURED_GGUF)],
+        commands=[_export(found, job)],
+        seconds=job.seconds,
+        peak_memory_bytes=job.plan.memory_bytes,
+        notes=[*notes, _expected(found, _MEASURED_GGUF)],
     )
+
+
+def _export(found: Recommendation, job: _Job) -> tuple[str, ...]:
+    return ("export", found.model, f"{model_name(found.model)}-gguf", "--format", "gguf", *job.words)
 
 
 def _compressed(found: Recommendation, checkpoint: Checkpoint) -> Recommendation:
     """With the command that compresses, and what it takes and loses."""
     assert found.ratio is not None
     is_best = found.ratio > _BEST and found.engine == "transformers"  # what the other does not take: 8-bit attention
-    options = AutoOptions(size=found.weights, effort="best" if is_best else "normal")
+    job = _Job("auto", checkpoint, {"size": _typed(found.weights), **({"effort": "best"} if is_best else {})})
+    quick = {"effort": "fast"}
     try:
-        plan = plan_stage(stages()["auto"], checkpoint, options)
+        job, notes = _within(found.memory, job, [quick, {**quick, "compute_dtype": "bfloat16"}])
     except UsageError as error:
         raise UsageError(f"{error} With fewer experts (compress --method reap) it gets smaller still.") from error
-    took = estimate(plan, options, Path()).seconds
-    output, size = f"{model_name(found.model)}-small", _typed(found.weights)
-    command = ("compress", found.model, output, "--size", size, *(("--effort", "best") if is_best else ()))
+    output, took = f"{model_name(found.model)}-small", job.seconds
     return replace(
         found,
-        commands=[command, ("eval", output, "--data", HELD_OUT, "--against", found.model)],
+        commands=[
+            ("compress", found.model, output, *job.words),
+            ("eval", output, "--data", HELD_OUT, "--against", found.model),
+        ],
+        in_llama_cpp=_instead(found, checkpoint),
         seconds=took,
-        peak_memory_bytes=plan.memory_bytes,
-        notes=[*_quicker(found, checkpoint, took), _expected(found, _MEASURED)],
+        peak_memory_bytes=job.plan.memory_bytes,
+        notes=[*notes, *_quicker(job, took), _expected(found, _MEASURED)],
     )
 
 
-def _quicker(found: Recommendation, checkpoint: Checkpoint, seconds: float | None) -> Sequence[str]:
+def _within(memory: int, job: _Job, ways: Sequence[Mapping[str, str]]) -> tuple[_Job, list[str]]:
+    """The job, with `--memory` where it takes no more than that if told so; and a sentence where it takes more even
+    then, with the first of the other `ways` to type it that takes less."""
+    if job.plan.memory_bytes <= memory:
+        return job, []
+    told = job.typing({"memory": _typed(memory)})
+    if told.plan.memory_bytes <= memory:
+        return told, []
+    much = f"This job needs at least {format_bytes(told.plan.memory_bytes)} of memory, more than {format_bytes(memory)}"
+    for other in map(told.typing, ways):
+        if other.plan.memory_bytes <= memory:
+            needs = format_bytes(other.plan.memory_bytes)
+            return job, [f"{much}; with {' '.join(other.words)} it needs {needs}, and may lose more."]
+    return job, [f"{much}: make the model on a larger machine."]
+
+
+def _instead(found: Recommendation, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The export of as many bytes for llama.cpp; nothing where there is none of this model."""
+    job = _Job("gguf", checkpoint, {"size": _typed(found.weights)})
+    try:
+        size = job.plan.output_bytes
+    except MoetoolError:
+        return ()
+    return _export(found, job) if size <= found.weights else ()
+
+
+def _quicker(job: _Job, seconds: float | None) -> Sequence[str]:
     """What a job of days takes with less text and in bfloat16."""
     if seconds is None or seconds < _LONG:
         return []
-    options = AutoOptions(size=found.weights, effort="fast", compute_dtype="bfloat16")
-    quick = estimate(plan_stage(stages()["auto"], checkpoint, options), options, Path()).seconds
+    quick = job.typing({"effort": "fast", "compute_dtype": "bfloat16"}).seconds
     if quick is None:
         return []
     return [f"With --effort fast --compute-dtype bfloat16: about {format_seconds(quick)} on this machine."]

@@ -256,7 +256,7 @@ def _measured(manifest: Manifest) -> Iterator[str]:
         values = [number for said in manifest.layers.values() for number in _numbers(said.get(field))]
         if values:
             yield f"Mean {what}, over layers, roles and experts: {sum(values) / len(values):.4f}."
-    yield "On held-out text nothing was measured yet: `moetool eval MODEL --data TEXT --against SOURCE` does so."
+    yield "`moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text."
 
 
 def _numbers(value: object) -> Iterator[float]:

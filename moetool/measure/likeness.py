@@ -23,7 +23,7 @@ from moetool.measure.loading import computed_in
 from moetool.measure.options import LoadedOptions
 from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.predictions import fitted
-from moetool.measure.results import Likeness
+from moetool.measure.results import NAT_UNIT, Likeness, shown_kl
 
 if TYPE_CHECKING:
     from moetool.calibration.streaming import StreamedModel
@@ -119,7 +119,7 @@ def _broken(found: Likeness, options: LikenessOptions) -> list[str]:
         on = f" on {text.name}" if len(found.texts) > 1 else ""
         # Not the other way round: what is not a number keeps no limit.
         if options.max_kl is not None and not lost.kl <= options.max_kl:
-            broken.append(f"KL{on} is {lost.kl:.6f} nats per token (--max-kl {options.max_kl:g})")
+            broken.append(f"KL{on} is {shown_kl(lost.kl)} {NAT_UNIT} (--max-kl {options.max_kl:g}, in nats)")
         if options.min_top1 is not None and not lost.agreement >= options.min_top1:
             broken.append(f"top-1 agreement{on} is {lost.agreement:.4f} (--min-top1 {options.min_top1:g})")
     if (limit := options.max_layer_error) is not None and found.layer_error is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Matrix = Sequence[Sequence[float]]
 KL_ROUNDING = 1e-6  # nats per token: what rounding in fp32 may make of the divergence of a model from itself
+NAT_UNIT = "thousandths of a nat per token"  # in which people are shown KL divergence and excess loss
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
@@ -90,9 +91,21 @@ class TextLoss(Printed):
 OWN_KIND_ALONE = "all of this is text of the calibration's own kind; text of other kinds loses more"
 
 
-def shown_kl(kl: float) -> float:
-    """A KL divergence in nats as it is printed: 0 where rounding alone has made it negative."""
-    return 0.0 if -KL_ROUNDING < kl <= 0 else kl
+def shown_kl(kl: float) -> str:
+    """A KL divergence in nats as people are shown it, in `NAT_UNIT`: 0 where rounding alone has made it negative."""
+    return _thousandths(0.0 if -KL_ROUNDING < kl <= 0 else kl)
+
+
+def shown_excess(lost: float, error: float | None) -> str:
+    """An excess loss in nats and its standard error, if it has one, as people are shown them, in `NAT_UNIT`."""
+    return _thousandths(lost) + ("" if error is None else f" ± {_thousandths(error)}")
+
+
+def _thousandths(nats: float) -> str:
+    """Three significant digits, none of them below a ten-millionth of a nat, which is rounding."""
+    number = 1000 * nats
+    decimals = sum(abs(number) < limit for limit in (0.1, 1, 10, 100))
+    return f"{number:z.{decimals}f}"
 
 
 def kind_in_words(own_kind: bool | None) -> str:

@@ -22,7 +22,7 @@ from moetool.errors import VerificationError
 from moetool.format.kinds.moefied import CENTRE, is_selector
 from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
-from moetool.measure.results import KL_ROUNDING, shown_kl
+from moetool.measure.results import KL_ROUNDING, NAT_UNIT, shown_kl
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
 from moetool.repair.masters import Master
@@ -208,7 +208,7 @@ class Distilling:
 
 
 def _said(divergences: Mapping[str, float]) -> str:
-    return ", ".join(f"{1000 * shown_kl(nats):.4g} millinats on {name}" for name, nats in divergences.items())
+    return ", ".join(f"{shown_kl(nats)} on {name}" for name, nats in divergences.items()) + f", in {NAT_UNIT}"
 
 
 if TYPE_CHECKING:

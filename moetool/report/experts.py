@@ -1,5 +1,6 @@
 """Sections of a report on experts: their storage, mergers, neurons and tokens."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from moetool.architectures import ROLES, Role
@@ -13,25 +14,34 @@ from moetool.report.results import MergedExperts, StoredExperts, StoredRole, Tex
 from moetool.report.storing import MEASURES
 
 NAMED = 40  # rare experts that a table names
+_MEANS = "Errors are means over the experts, as the manifest has them."
+_ESTIMATED = (
+    "Estimated losses are those of all experts of a layer together. They tell where a model loses most, not how much: "
+    "eval --against measures that."
+)
 
 
 def stored(told: StoredExperts) -> Section:
     """Section on how experts are stored: form, bits per weight and error, by layer and role."""
-    name = None if told.measure is None else MEASURES[told.measure]
-    headers = ("layer", "role", "stored as", "bits per weight", *([] if name is None else [name, "largest"]))
+    columns: dict[str, Values] = {}
+    if told.measure is not None:
+        errors = [each.error for each in told.roles]
+        columns[MEASURES[told.measure]] = _percentages(errors) if told.measure == "loss" else errors
+    charts = [_by_layer("Bits per weight", told.roles, [each.bits for each in told.roles], "bits per weight")]
+    charts += [_by_layer(f"Errors: {name}", told.roles, values, name) for name, values in columns.items()]
+    if any(each.largest is not None for each in told.roles):
+        columns["largest"] = [each.largest for each in told.roles]
     rows = [
         (
             str(each.layer),
             each.role,
             each.form,
             f"{each.bits:.2f}",
-            *([] if name is None else [number(each.error), number(each.largest)]),
+            *(number(values[row]) for values in columns.values()),
         )
-        for each in told.roles
+        for row, each in enumerate(told.roles)
     ]
-    charts = [_by_layer("Bits per weight", told.roles, [each.bits for each in told.roles], "bits per weight")]
-    if name is not None:
-        charts.append(_by_layer(f"Errors: {name}", told.roles, [each.error for each in told.roles], name))
+    headers = ("layer", "role", "stored as", "bits per weight", *columns)
     lead = "How each layer's experts are stored, bases and scales included, and what that cost."
     return Section(
         name="stored",
@@ -39,8 +49,14 @@ def stored(told: StoredExperts) -> Section:
         lead=lead,
         charts=charts,
         tables=[PageTable(title="By layer and role", headers=headers, rows=rows, words=3)],
-        notes=[] if name is None else ["Errors are means over the experts, as the manifest has them."],
+        notes=[] if told.measure is None else [_ESTIMATED if told.measure == "loss" else _MEANS],
     )
+
+
+def _percentages(losses: Values) -> Values:
+    """Each loss in percent of their sum."""
+    total = math.fsum(loss for loss in losses if loss is not None)
+    return [None if loss is None else 100 * loss / total if total else 0.0 for loss in losses]
 
 
 def _by_layer(title: str, roles: Sequence[StoredRole], values: Sequence[float | None], axis: str) -> Chart:

@@ -30,7 +30,7 @@ from moetool.measure.perplexity import EvaluationOptions, perplexity
 from moetool.measure.results import Evaluation, RoutingResult
 from moetool.measure.routing import RoutingOptions, routing
 from moetool.report.options import ReportOptions
-from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, without_costs
+from moetool.report.recorded import RecordedResults, kept_runs, read_recorded, saved_evaluations, without_costs
 from moetool.report.results import HowMade, MadeStep, MergedExperts, RareExpert, Report, TextCoverage, WeightBytes
 from moetool.report.storing import bytes_by_kind, stored_experts
 from moetool.stages import stages
@@ -65,6 +65,8 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
     jobs = kept_runs(noted, manifest, recorded)
     notes = [] if (untold := without_costs(noted, manifest)) is None else [untold]
+    saved, unread = saved_evaluations(checkpoint)
+    notes += unread
     if options.analysis and experts is None:
         notes.append("There is no analysis: this model has no experts that are whole networks.")
     elif options.analysis and inspection is not None:
@@ -92,6 +94,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
         coverage=(*_calibrated(experts, inspection), *_reached(inspection, routed, recorded)),
         routing=routed,
         evaluation=evaluation,
+        saved=tuple(found for found in saved if recorded is None or found not in recorded.evaluations),
         activations=None if manifest is None else _activations(manifest),
         jobs=jobs,
         recorded=recorded,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.job.forecast import format_seconds
+from moetool.measure.results import NAT_UNIT
 from moetool.report.charts import Bars, Chart, Lines, begun
 from moetool.report.parts import PageTable, Section, number
 from moetool.report.recorded import RecordedRun
@@ -86,13 +87,20 @@ def training(report: Report) -> Section | None:
         return None
     charts, tables = [], []
     for run in runs:
-        charts += list(curves(run.curve))
-        names = list(dict.fromkeys(name for point in run.curve for name in point))
-        rows = [tuple(number(point.get(name)) for name in names) for point in run.curve]
+        points = [dict(_shown(run.stage, name, value) for name, value in point.items()) for point in run.curve]
+        charts += list(curves(points))
+        names = list(dict.fromkeys(name for point in points for name in point))
+        rows = [tuple(number(point.get(name)) for name in names) for point in points]
         tables.append(
             PageTable(title=f"Training: {run.output}", headers=[name.replace("_", " ") for name in names], rows=rows)
         )
     return Section(name="training", title="Training", charts=charts, tables=tables)
+
+
+def _shown(stage: str, name: str, value: float) -> tuple[str, float]:
+    """A number of a curve and its name; KL divergences in `NAT_UNIT`."""
+    is_divergence = name == "teacher_kl" or (stage == "repair" and name != "step")
+    return (f"{name}, {NAT_UNIT}", 1000 * value) if is_divergence else (name, value)
 
 
 def curves(points: Sequence[Mapping[str, float]]) -> Iterator[Chart]:

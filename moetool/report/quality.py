@@ -3,29 +3,41 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moetool.measure.results import OWN_KIND_ALONE, Evaluation, TextLoss, kind_in_words, short_names, shown_kl
+from moetool.measure.results import (
+    NAT_UNIT,
+    OWN_KIND_ALONE,
+    Evaluation,
+    TextLoss,
+    kind_in_words,
+    short_names,
+    shown_excess,
+    shown_kl,
+)
 from moetool.report.charts import Bars, Chart, begun
 from moetool.report.parts import PageTable, Section, number
 from moetool.report.results import Report
 
 
 def best_evaluation(report: Report) -> Evaluation | None:
-    """The evaluation measured now, or else the last one recorded of this model; `None` if there is neither."""
-    if report.evaluation is not None or report.recorded is None:
+    """The evaluation measured now, or else the last one recorded or saved of this model, one beside its original before
+    others; `None` if there is none."""
+    if report.evaluation is not None:
         return report.evaluation
     place = Path(report.model).resolve()
-    own = [found for found in report.recorded.evaluations if Path(found.model).resolve() == place]
-    return own[-1] if own else None
+    given = () if report.recorded is None else report.recorded.evaluations
+    own = [*report.saved, *(found for found in given if Path(found.model).resolve() == place)]
+    return max(reversed(own), key=lambda found: found.against is not None, default=None)
 
 
 def quality(report: Report) -> Section | None:
     """Section of perplexity, excess loss and KL divergence, beside the original's."""
     recorded = () if report.recorded is None else report.recorded.evaluations
-    every = [*([] if report.evaluation is None else [report.evaluation]), *recorded]
+    every = [*([] if report.evaluation is None else [report.evaluation]), *report.saved, *recorded]
     tables = []
     if every:
-        headers = ("model", "perplexity", "original's", "excess, nats", "KL, nats", "top-1 agreement", "text")
-        tables.append(PageTable(title="Perplexity", headers=headers, rows=[_evaluated(found) for found in every]))
+        headers = ("model", "perplexity", "original's", "excess", "KL", "top-1 agreement", "text")
+        title = f"Perplexity; excess and KL in {NAT_UNIT}"
+        tables.append(PageTable(title=title, headers=headers, rows=[_evaluated(found) for found in every]))
     best = best_evaluation(report)
     charts = []
     if best is not None and len(best.texts) > 1:
@@ -43,34 +55,28 @@ def quality(report: Report) -> Section | None:
         )
     if not tables:
         return None
-    notes = ["Excess: the model's loss less the original's, ± its standard error. KL: from the original, in nats."]
+    notes = [
+        "Excess: the model's loss less the original's, ± its standard error. KL: divergence from the original's "
+        "predictions, 0 where they are identical."
+    ]
     notes += [] if best is None else _of_kinds(best)
     return Section(name="quality", title="Quality", charts=charts, tables=tables, notes=notes if every else [])
 
 
 def _text_by_text(found: Evaluation) -> PageTable:
     """Losses on each of several texts, and whether calibration had text of its kind."""
-    headers = (
-        "text",
-        "calibration",
-        "windows",
-        "perplexity",
-        "original's",
-        "excess, nats",
-        "KL, nats",
-        "top-1 agreement",
-    )
+    headers = ("text", "calibration", "windows", "perplexity", "original's", "excess", "KL", "top-1 agreement")
     rows = [
         (name, kind_in_words(text.own_kind) or "–", f"{text.windows:,}", *_losses(text)) for name, text in _named(found)
     ]
-    return PageTable(title="Text by text", headers=headers, rows=rows, words=2)
+    return PageTable(title=f"Text by text; excess and KL in {NAT_UNIT}", headers=headers, rows=rows, words=2)
 
 
 def _divergences(found: Evaluation) -> Chart:
     """KL divergence on each text; those of the calibration's own kind beside the others."""
     series: dict[str, Sequence[float | None]] = {}
     for label, own in (("calibration's own kind", True), ("other kinds", False), ("KL", None)):
-        lost = [text.against.kl if text.against and text.own_kind is own else None for text in found.texts]
+        lost = [1000 * text.against.kl if text.against and text.own_kind is own else None for text in found.texts]
         if any(value is not None for value in lost):
             series[label] = lost
     labels = [begun(name) for name, _ in _named(found)]
@@ -79,7 +85,7 @@ def _divergences(found: Evaluation) -> Chart:
         labels=labels,
         series=series,
         label_axis="text",
-        axis="nats per token",
+        axis=NAT_UNIT,
         lying=True,
     )
 
@@ -110,12 +116,11 @@ def _losses(found: Evaluation | TextLoss) -> tuple[str, ...]:
     """Perplexity of the model and of the original, excess loss, KL divergence, agreement."""
     if (beside := found.against) is None:
         return f"{found.perplexity:.4f}", "–", "–", "–", "–"
-    error = "" if beside.excess_error is None else f"\u00a0±\u00a0{beside.excess_error:.4f}"
     return (
         f"{found.perplexity:.4f}",
         f"{beside.perplexity:.4f}",
-        f"{beside.excess:.4f}{error}",
-        f"{shown_kl(beside.kl):.4f}",
+        shown_excess(beside.excess, beside.excess_error).replace(" ", "\u00a0"),
+        shown_kl(beside.kl),
         f"{beside.agreement:.2%}",
     )
 

@@ -10,11 +10,13 @@ from pydantic import TypeAdapter, ValidationError
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.names import COSTS
+from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.source import local_path
 from moetool.errors import InvalidInputError
 from moetool.job.metering import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
 from moetool.measure.results import Evaluation, RoutingResult
+from moetool.measure.tasks.results import saved_beside
 
 RecordT = TypeVar("RecordT", bound=Printed)
 
@@ -61,12 +63,13 @@ class RecordedEvaluated(Printed):
     """What `eval` of several models, or of tasks, says of one model: its scores of tasks are left out."""
 
     model: str
+    fingerprint: str
     text: Evaluation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEvaluations(Printed):
-    """Result of `eval` of several models, or of tasks."""
+    """Result of `eval` of several models, or of tasks, and what it saves beside a model."""
 
     models: Sequence[RecordedEvaluated]
 
@@ -106,6 +109,23 @@ def without_costs(path: Path, manifest: Manifest | None) -> str | None:
     if (problem := unreadable_costs(path)) is not None:
         return f"What its jobs cost cannot be read: {problem}."
     return f"{COSTS} tells nothing of the first {steps - kept} of the {steps} jobs that made it."
+
+
+def saved_evaluations(checkpoint: Checkpoint) -> tuple[list[Evaluation], list[str]]:
+    """Evaluations on texts that `eval` saved beside a model with its present weights, in the order of their files; and
+    a note on each file that is of other weights or cannot be read."""
+    found, notes = list[Evaluation](), list[str]()
+    for file in saved_beside(checkpoint.source):
+        try:
+            models = _as(RecordedEvaluations, _read(file), file).models
+        except InvalidInputError as error:
+            notes.append(f"Results of eval cannot be read: {error}")
+            continue
+        own = [model for model in models if model.fingerprint == checkpoint.fingerprint()]
+        if not own:
+            notes.append(f"{file.name} is left out: eval measured it on other weights than these.")
+        found += [model.text for model in own if model.text is not None]
+    return found, notes
 
 
 def read_recorded(names: str) -> RecordedResults:

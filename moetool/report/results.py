@@ -63,8 +63,8 @@ class StoredRole(Printed):
     Attributes:
         form: how they are stored, in words.
         bits: of the files per weight that they stand for, bases and scales included.
-        error: mean over the experts of what the manifest says, by `StoredExperts.measure`.
-        largest: of the experts.
+        error: what the manifest says, by `StoredExperts.measure`: mean over the experts, of `loss` their sum.
+        largest: of the experts; `None` of `loss`.
     """
 
     layer: int
@@ -146,6 +146,7 @@ class Report(Printed):
         coverage: which experts texts reached: that of the calibration, and those of `--data`.
         routing: which experts are chosen on texts.
         evaluation: how well it predicts texts.
+        saved: what `eval` had saved beside the model, of these weights.
         activations: of neurons as experts, by layer.
         jobs: what those that made it have cost, as far as that was kept, the first above.
         recorded: what other commands had printed with `--json`.
@@ -170,6 +171,7 @@ class Report(Printed):
     coverage: Sequence[TextCoverage] = ()
     routing: RoutingResult | None = None
     evaluation: Evaluation | None = None
+    saved: Sequence[Evaluation] = ()
     activations: Mapping[int, Activations] | None = None
     jobs: Sequence[RecordedRun] = ()
     recorded: RecordedResults | None = None

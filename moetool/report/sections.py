@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from moetool.checkpoint.sizes import as_read_from, format_bytes, format_change
-from moetool.measure.results import short_names, shown_kl
+from moetool.measure.results import NAT_UNIT, short_names, shown_kl
 from moetool.report.charts import Bars
 from moetool.report.parts import CodeBlock, PageTable, Section, count, plain
 from moetool.report.quality import best_evaluation
@@ -30,12 +30,12 @@ def headline(report: Report) -> Iterator[tuple[str, str, str]]:
         beside = "" if found.against is None else f"the original's: {found.against.perplexity:.2f}"
         yield found.protocol, f"{found.perplexity:.2f}", beside
         if found.against is not None:
-            yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {shown_kl(found.against.kl):.4f} nats"
+            yield "top-1 agreement", f"{found.against.agreement:.1%}", f"KL {shown_kl(found.against.kl)} {NAT_UNIT}"
         if found.over_texts is not None:
-            worst = f"nats on {short_names([found.over_texts.worst_text])[0]}"
-            yield "KL on the worst text", f"{shown_kl(found.over_texts.kl_worst):.4f}", worst
+            worst = f"{NAT_UNIT} on {short_names([found.over_texts.worst_text])[0]}"
+            yield "KL on the worst text", shown_kl(found.over_texts.kl_worst), worst
     elif report.made is not None:
-        yield "quality", "not measured", "report with --data TEXT --against ORIGINAL adds it"
+        yield "quality", "not measured", "eval --data TEXT --against ORIGINAL measures it for this page"
 
 
 def how_made(made: HowMade) -> Section:

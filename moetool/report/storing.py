@@ -14,8 +14,12 @@ from moetool.measure.inspected import Masks, StoredLayers
 from moetool.report.results import StoredExperts, StoredRole
 from moetool.representations import Representation, describe
 
-# What a stage notes of errors, one of these, and what it is in words.
-MEASURES = {"lost_energy": "energy lost", "relative_error": "relative error", "loss": "estimated loss, nats"}
+# What a stage notes of errors, one of these, and what is shown of it.
+MEASURES = {
+    "lost_energy": "energy lost",
+    "relative_error": "relative error",
+    "loss": "share of all experts' estimated loss, %",
+}
 _DIGITS = 3
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cli.commands.compare import UNITS, best, markdown, tables
+from moetool.cli.commands.compare import WORDS, best, markdown, tables
 from moetool.cli.generate import build_options
 from moetool.compare.candidates import candidates
 from moetool.compare.options import CompareOptions
@@ -46,6 +46,6 @@ def test_the_best_row_of_the_largest_ratio_is_made(tmp_path: Path, monkeypatch: 
 
 def test_nothing_that_was_made_is_no_table() -> None:
     assert tables(compared()) == []
-    assert UNITS not in markdown(compared())
+    assert WORDS not in markdown(compared())
     assert len(tables(compared(("d2moe", "d2moe", 0.4, 0.001)))) == 1
-    assert UNITS in markdown(compared(("d2moe", "d2moe", 0.4, 0.001)))
+    assert WORDS in markdown(compared(("d2moe", "d2moe", 0.4, 0.001)))

@@ -113,7 +113,7 @@ RUN_FOR_JSON = [
     ["compress", "THEIRS.gguf", "x", "--method", "quantize", "--bits", "4", "--dry-run"],
     ["compress", "THEIRS.gguf", "from-gguf", "--method", "quantize", "--bits", "4"],
     ["recommend", "MODEL", "--memory", "64GB"],
-    ["recommend", "MODEL", "--memory", "1000200kB"],
+    ["recommend", "MODEL", "--memory", "1000300kB"],
     ["compress", "MODEL", "low-rank", "--method", "d2moe", "--ratio", "0.4", *TEXT],
     ["inspect", "low-rank"],
     ["report", "low-rank", "low-rank.html"],

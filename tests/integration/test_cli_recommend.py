@@ -1,6 +1,7 @@
 """`moetool recommend`: what it says fits, and what it says to type can be typed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,34 @@ def test_what_it_says_is_a_command_that_fits(run_cli: Any, mixtral: Path, memory
     assert plan["peak_memory_bytes"] == told["peak_memory_bytes"]
 
 
+def test_a_job_that_needs_more_than_the_memory_is_told_of_it(run_cli: Any, mixtral: Path) -> None:
+    """With fewer experts at a time; where that is too much, too, with another way that fits, or without one."""
+    told = run_cli("recommend", mixtral, "--memory", "19GB", "--json").json
+    assert told["commands"][0][-2:] == ["--memory", "19GB"]
+    assert told["peak_memory_bytes"] <= 19 * 10**9
+    note = run_cli("recommend", mixtral, "--memory", "16GB", "--json").json["notes"][0]
+    way = "--size 14.4GB --effort fast --memory 16GB"
+    assert re.fullmatch(rf"This job needs at least .* more than 16\.0 GB; with {way} it needs .*", note)
+    plan = run_cli("compress", mixtral, "x", *way.split(), "--dry-run", "--json").json
+    assert plan["peak_memory_bytes"] <= 16 * 10**9
+    note = run_cli("recommend", mixtral, "--memory", "7GB", "--json").json["notes"][0]
+    assert note.endswith("more than 7.0 GB: make the model on a larger machine.")
+
+
+def test_llama_cpp_is_an_alternative_where_it_runs_such_a_model(run_cli: Any, mixtral: Path) -> None:
+    told = run_cli("recommend", mixtral, "--memory", "24GB", "--json").json
+    other = run_cli("recommend", mixtral, "--memory", "24GB", "--engine", "llama.cpp", "--json").json
+    assert told["in_llama_cpp"] == other["commands"][0]
+    assert "in_llama_cpp" not in other
+    assert "in_llama_cpp" not in run_cli("recommend", mixtral, "--memory", "8GB", "--json").json
+
+
 def test_in_words(run_cli: Any, mixtral: Path) -> None:
     said = run_cli("recommend", mixtral, "--memory", "32GB")
     assert "32.0 GB, of which 28.8 GB are for weights" in said.stdout
     assert f"compress {mixtral} mixtral-small --size 28.8GB" in said.stdout
+    assert "4.9 per parameter: these bytes divided by all parameters" in said.stdout
+    assert "mixtral-gguf --format gguf --size 28.8GB" in said.stdout
     assert said.stderr.endswith("--size 28.8GB --dry-run\n")
 
 

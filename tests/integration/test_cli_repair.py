@@ -107,7 +107,7 @@ def test_a_model_repaired_towards_itself_is_told_to_be_the_same(
     assert result.code == 0, result.stderr
     assert result.json["stopped"] is None
     assert "are the same model: there is nothing to learn" in result.stderr
-    assert " -" not in "".join(line for line in result.stderr.splitlines() if "millinats" in line)
+    assert " -" not in "".join(line for line in result.stderr.splitlines() if "of a nat" in line)
 
 
 def test_a_rate_that_is_too_high_keeps_the_input(repaired: Any, small: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from checkpoints import copy_of
 from html_pages import Page, check_page
 
 from moetool.checkpoint.sizes import format_bytes
+from moetool.errors import ResourceError
 
 MADE = ["How it was made", "Size"]
 LAST = ("Time, memory and scratch", "Options and versions")
 SIMOE = ("--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5)
+PERPLEXITY = "Perplexity; excess and KL in thousandths of a nat per token"
 WINDOWS = ("--sequence-length", 32, "--windows", 4)
 
 
@@ -37,6 +40,11 @@ def reported(run_cli: Any, model: Path, output: Path, *options: object) -> tuple
     result = run_cli("report", model, output, *options, "--json")
     assert result.code == 0, result.stderr
     return check_page(output.read_text()), result.json
+
+
+def reported_text(run_cli: Any, model: Path, folder: Path) -> str:
+    reported(run_cli, model, folder / "a.html")
+    return (folder / "a.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,8 @@ def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixt
     page, told = reported(
         run_cli, models["d2moe"], tmp_path / "a.html", "--against", tiny_mixtral, "--analysis", *options
     )
-    evaluated = run_cli("eval", models["d2moe"], *options, "--against", tiny_mixtral, "--json").json
+    aside = ("--output", tmp_path / "aside.json")
+    evaluated = run_cli("eval", models["d2moe"], *options, "--against", tiny_mixtral, *aside, "--json").json
     routed = run_cli("routing", models["d2moe"], *options, "--json").json
     analysed = run_cli("inspect", models["d2moe"], "--analysis", "--json").json["analysis"]
     for found in (evaluated, routed):
@@ -99,7 +108,7 @@ def test_measured_numbers_are_those_of_other_commands(run_cli, models, tiny_mixt
     assert told["routing"] == routed
     assert told["inspection"]["analysis"] == analysed
     assert told["coverage"][1]["shares"] == routed["data"][0]["shares"]
-    assert page.rows("Perplexity")[0][1] == f"{evaluated['perplexity']:.4f}"
+    assert page.rows(PERPLEXITY)[0][1] == f"{evaluated['perplexity']:.4f}"
     assert page.headings[3:8] == [
         *("Experts as stored", "Energy of singular values", "Similarity of experts", "Sensitivity"),
         "Routing and coverage",
@@ -192,6 +201,59 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
     assert sum(float(row[2]) for row in page.rows("Phases") if row[0] == "d2moe") == pytest.approx(
         last["seconds"], abs=0.5
     )
+
+
+def test_what_eval_has_measured_is_on_the_page(run_cli, models, tiny_mixtral, tiny_text, tmp_path):
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    assert "not measured" in reported_text(run_cli, model, tmp_path)
+    against = ("eval", model, "--data", tiny_text, *WINDOWS, "--against", tiny_mixtral)
+    evaluated = run_cli(*against, "--json").json
+    for again in (against, ("eval", tiny_mixtral, *against[2:])):  # saved already; not made by moetool
+        assert run_cli(*again).code == 0
+    assert run_cli(*against[:-2]).code == 0  # the loss alone is another measurement, but not the headline
+    assert sorted(file.name for file in tmp_path.glob("*.json")) == ["small.eval-2.json", "small.eval.json"]
+    assert not list(tiny_mixtral.parent.glob("*.eval.json"))
+    assert "not measured" not in reported_text(run_cli, model, tmp_path)
+    page, told = reported(run_cli, model, tmp_path / "a.html")
+    saved, alone = told["saved"]
+    assert saved["against"] == evaluated["against"]
+    assert "against" not in alone
+    assert [row[2] != "–" for row in page.rows(PERPLEXITY)] == [True, False]
+    given = ("--results", tmp_path / "small.eval.json")
+    assert len(reported(run_cli, model, tmp_path / "a.html", *given)[0].rows(PERPLEXITY)) == 2
+    assert run_cli("verify", model).code == 0
+
+
+def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, tiny_text, tmp_path):
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    assert run_cli("eval", model, "--data", tiny_text, *WINDOWS).code == 0
+    shutil.rmtree(model)
+    copy_of(models["hybrid"], model)
+    (tmp_path / "small.eval-2.json").write_text("{")
+    _, told = reported(run_cli, model, tmp_path / "a.html")
+    assert "saved" not in told
+    assert told["notes"][0].startswith("small.eval.json is left out")
+    assert "small.eval-2.json is not valid JSON" in told["notes"][1]
+
+
+def test_a_folder_in_which_nobody_may_write_stops_no_evaluation(run_cli, models, tiny_text, monkeypatch):
+    def refused(*_: object) -> None:
+        raise ResourceError("The disk is full.")
+
+    monkeypatch.setattr("moetool.cli.commands.evaluate.write_json", refused)
+    result = run_cli("eval", models["moefied"], "--data", tiny_text, *WINDOWS)
+    assert result.code == 0
+    assert "The result was not saved. The disk is full." in result.stderr
+
+
+def test_estimated_losses_are_shares(run_cli, models, tmp_path):
+    page, told = reported(run_cli, models["hybrid"], tmp_path / "a.html")
+    assert told["stored"]["measure"] == "loss"
+    shares = [float(row[4]) for row in page.rows("By layer and role")]
+    losses = [each["error"] for each in told["stored"]["roles"]]
+    assert shares == pytest.approx([100 * loss / sum(losses) for loss in losses], rel=1e-3)
+    assert "share of all experts&#39; estimated loss, %" in (tmp_path / "a.html").read_text()
+    assert "means over the experts" not in (tmp_path / "a.html").read_text()
 
 
 def test_a_hostile_name_is_text(run_cli, models, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from moetool.calibration import readable
 from moetool.calibration.bundled import kinds, pieces
+from moetool.measure.results import shown_kl
 
 FEW = ("--sequence-length", 32, "--windows", 3)
 
@@ -164,7 +165,7 @@ def test_compare_has_columns_for_them(run_cli: Any, tiny_mixtral: Path, made: Pa
     page = table.read_text()
     assert "| wiki.test.txt (own kind) | other.txt (other kind) |" in page
     for text in row["texts"]:
-        assert f"| {1000 * text['against']['kl']:.2f} |" in page
+        assert f"| {shown_kl(text['against']['kl'])} |" in page
     assert chart.stat().st_size > 1000
     assert run_cli(*asked, "--json").json == told  # from what was noted
 
@@ -178,7 +179,7 @@ def test_a_report_says_which_calibration_had(
     written = page.read_text()
     assert "Text by text" in written
     assert "Calibrated on wiki.valid.txt" in written
-    assert f"{told['over_texts']['kl_worst']:.4f}" in written
+    assert shown_kl(told["over_texts"]["kl_worst"]) in written
 
 
 def test_a_refused_config_is_named_and_not_the_tokenizer(

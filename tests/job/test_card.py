@@ -106,6 +106,7 @@ def test_steps_and_options(source: Path, tmp_path: Path) -> None:
     assert "Calibrated on `my text.txt`: 8 windows, 256 tokens." in lines
     assert "75.00% smaller than the source." in lines
     assert any("2.5000 nats" in line for line in lines)
+    assert "- `moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text." in lines
     assert any("0.2000" in line for line in lines)
     assert f"({SOURCE_CARD})" in card
 

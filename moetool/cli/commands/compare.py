@@ -20,13 +20,13 @@ from moetool.errors import UsageError
 from moetool.job.checks import output_file
 from moetool.job.forecast import format_seconds
 from moetool.measure.plots import pictured
-from moetool.measure.results import TextLoss, short_names, shown_kl
+from moetool.measure.results import NAT_UNIT, TextLoss, short_names, shown_excess, shown_kl
 
 _MODEL = ("model", "asked", "saved", "size")
-HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess, ‰", "KL, ‰", "top-1", "time", "memory")
-UNITS = (
+HEADERS = ("model", "asked", "saved", "size", "perplexity", "excess", "KL", "top-1", "time", "memory")
+WORDS = (
     "excess: growth of the loss; KL: divergence from the original's predictions, 0 where these are identical. "
-    "Both in thousandths of a nat per token (‰), lower is better."
+    "Lower is better."
 )
 
 
@@ -65,7 +65,7 @@ def build(
     for table_of in tables(result):
         print_table(table_of.headers, table_of.rows, title=table_of.title)
     if tables(result):
-        print(UNITS)
+        print(WORDS)
     for row in result.rows:
         if row.error is not None:
             print(line(row))
@@ -106,9 +106,9 @@ def _option(flag: str, value: object) -> list[str]:
 
 
 class ComparedTable(NamedTuple):
-    """A table of the comparison; one without a title stands alone."""
+    """A table of the comparison; its title says the unit of losses."""
 
-    title: str | None
+    title: str
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -130,18 +130,18 @@ def tables(result: Compared) -> list[ComparedTable]:
     if not rows:
         return []
     if len(result.texts) < 2:
-        return [ComparedTable(None, HEADERS, [cells(row) for row in rows])]
+        return [ComparedTable(f"Excess loss and KL divergence in {NAT_UNIT}", HEADERS, [cells(row) for row in rows])]
     names = short_names([text.name for text in result.texts])
     kinds = [kind_of_text(result, number) for number in range(len(names))]
     columns = [f"{name} ({kind})" if kind else name for name, kind in zip(names, kinds, strict=True)]
     return [
         ComparedTable(
-            "KL divergence from the original on each text, ‰",
+            f"KL divergence from the original on each text, in {NAT_UNIT}",
             (*_MODEL, *columns, "mean", "worst", "time", "memory"),
             [(*cells(row)[: len(_MODEL)], *_divergences(row), *cells(row)[-2:]) for row in rows],
         ),
         ComparedTable(
-            "Excess loss on each text, ‰, and top-1 agreement",
+            f"Excess loss on each text, in {NAT_UNIT}, and top-1 agreement",
             ("model", "asked", *columns),
             [(*cells(row)[:2], *map(_excess_and_agreement, row.texts)) for row in rows],
         ),
@@ -152,17 +152,13 @@ def _divergences(row: ComparedModel) -> list[str]:
     found = [text.against.kl for text in row.texts if text.against is not None]
     over = row.over_texts
     found += [] if over is None else [over.kl_mean, over.kl_worst]
-    return [f"{1000 * shown_kl(kl):.2f}" for kl in found]
+    return [shown_kl(kl) for kl in found]
 
 
 def _excess_and_agreement(text: TextLoss) -> str:
     if (lost := text.against) is None:
         return ""
-    return f"{_with_error(lost.excess, lost.excess_error)}, {lost.agreement:.2%}"
-
-
-def _with_error(excess: float, error: float | None) -> str:
-    return f"{1000 * excess:.2f}" + ("" if error is None else f" ± {1000 * error:.2f}")
+    return f"{shown_excess(lost.excess, lost.excess_error)}, {lost.agreement:.2%}"
 
 
 def cells(row: ComparedModel) -> tuple[str, ...]:
@@ -173,8 +169,8 @@ def cells(row: ComparedModel) -> tuple[str, ...]:
         "" if row.saved is None else f"{row.saved:.2%}",
         "" if row.bytes is None else format_bytes(row.bytes),
         "" if row.perplexity is None else f"{row.perplexity:.3f}",
-        "" if row.excess is None else _with_error(row.excess, row.excess_error),
-        "" if row.kl is None else f"{1000 * shown_kl(row.kl):.2f}",
+        "" if row.excess is None else shown_excess(row.excess, row.excess_error),
+        "" if row.kl is None else shown_kl(row.kl),
         "" if row.agreement is None else f"{row.agreement:.2%}",
         "" if row.seconds is None else format_seconds(row.seconds),
         "" if row.peak_memory_bytes is None else format_bytes(row.peak_memory_bytes),
@@ -199,9 +195,9 @@ def markdown(result: Compared) -> str:
     parts = [headline(result)]
     for table in tables(result):
         rows: list[Sequence[str]] = [table.headers, ["---", *["---:"] * (len(table.headers) - 1)], *table.rows]
-        parts += [] if table.title is None else [f"{table.title}:"]
+        parts.append(f"{table.title}:")
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    parts += [UNITS] if tables(result) else []
+    parts += [WORDS] if tables(result) else []
     notes = [f"- {line(row)}" for row in result.rows if row.error is not None]
     notes += [f"- {shared_line(shared)}" for shared in result.statistics]
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]) + "\n"

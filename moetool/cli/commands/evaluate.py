@@ -8,19 +8,22 @@ from typing import Annotated
 import typer
 
 from moetool.checkpoint.files import write_json
+from moetool.checkpoint.manifest import manifest_of, noted_in
+from moetool.checkpoint.reader import Checkpoint
 from moetool.cli import next_step
 from moetool.cli.command import option_of
 from moetool.cli.display import SCHEMA_VERSION, AsJson, LogJson, print_json, watched
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
-from moetool.errors import UsageError
+from moetool.errors import ResourceError, UsageError
 from moetool.job.checks import output_directory, output_file
 from moetool.job.result import Json, Printed
-from moetool.measure.perplexity import EvaluationOptions, perplexity
+from moetool.measure.perplexity import EvaluationOptions
 from moetool.measure.results import Evaluation
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
 from moetool.measure.tasks.results import Evaluated, Evaluations, place_beside
+from moetool.report.recorded import saved_evaluations
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 _OF_TEXT = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
@@ -31,7 +34,7 @@ def build(
     model: Annotated[list[str], typer.Argument(help="Checkpoints, compressed or not.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the results to FILE.json; those of tasks go beside the checkpoint without it."),
+        typer.Option(help="Write the results to FILE.json, not to NAME.eval.json beside the checkpoint."),
     ] = None,
     json: AsJson = False,
     log_json: LogJson = None,
@@ -49,19 +52,21 @@ def build(
     with watched(log_json, "eval", model, options) as (display, ended):
 
         def seen(found: Evaluated) -> Evaluated:
-            """Hours of tasks are on the disk before the next model begins."""
-            if file is not None or found.tasks is None:
+            """Hours of tasks are on the disk before the next model begins, and a loss is where `report` finds it."""
+            if file is not None or (found.tasks is None and not _is_for_report(found, text)):
                 return found
             place = place_beside(found.model)
-            _write(place, Evaluations(models=[found]))
+            try:
+                _write(place, Evaluations(models=[found]))
+            except ResourceError as error:
+                display.log(f"The result was not saved. {error}")
+                return found
             display.log(f"Saved to {place}.")
             return replace(found, saved=str(place))
 
-        result: Printed
-        if text is not None and tasks is None and len(model) == 1:
-            result = perplexity(model[0], text, display)
-        else:
-            result = evaluate(model, text, tasks, display, seen)
+        every = evaluate(model, text, tasks, display, seen)
+        alone = every.models[0].text if tasks is None and len(model) == 1 else None
+        result = every if alone is None else alone
         if file is not None:
             _write(file, result)
         ended(result)
@@ -76,6 +81,16 @@ def build(
         next_step.tell(next_step.line("generate", model[0], next_step.PROMPT))
     else:
         next_step.tell(next_step.line("report", model[0]))
+
+
+def _is_for_report(found: Evaluated, options: EvaluationOptions | None) -> bool:
+    """Whether `report` is to show a loss: of a model that moetool made, as it was made (`--keep` makes it another), and
+    not saved yet."""
+    text, checkpoint = found.text, Checkpoint.open(found.model)
+    if text is None or options is None or options.keep is not None or manifest_of(noted_in(checkpoint)) is None:
+        return False
+    saved, _ = saved_evaluations(checkpoint)
+    return all(replace(one, synthesis=text.synthesis).to_json() != text.to_json() for one in saved)
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

@@ -43,11 +43,13 @@ def _print(result: Recommendation, whose: str) -> None:
     if result.ratio is None:
         print_fields([*fields, ("fits", "as it is")])
         return
-    smaller = f"{format_change(result.ratio)}, {result.bits:.1f} bits per parameter"
-    fields += [("to fit", f"{format_bytes(result.weights)} ({smaller})")]
+    bits = f"{result.bits:.1f} per parameter: these bytes divided by all parameters; --dry-run tells the experts' alone"
+    fields += [("to fit", f"{format_bytes(result.weights)} ({format_change(result.ratio)})"), ("bits", bits)]
     fields += [
         ("command" if number == 0 else "then", next_step.line(*own)) for number, own in enumerate(result.commands)
     ]
+    if result.in_llama_cpp:
+        fields.append(("for llama.cpp", next_step.line(*result.in_llama_cpp)))
     if result.seconds is not None:
         fields.append(("time needed", f"about {format_seconds(result.seconds)} on this machine"))
     if result.peak_memory_bytes is not None:

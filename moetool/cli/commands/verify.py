@@ -15,7 +15,7 @@ from moetool.cli.evaluations import over_texts, print_texts, same_tokens
 from moetool.cli.generate import build_options, builder
 from moetool.errors import UsageError
 from moetool.measure.likeness import LikenessOptions, measure_likeness
-from moetool.measure.results import Comparison, Likeness
+from moetool.measure.results import NAT_UNIT, Comparison, Likeness, shown_excess
 from moetool.measure.verification import exported_gguf, verify_checkpoint
 from moetool.stages import stages
 
@@ -80,7 +80,7 @@ def build(
 def _likeness(found: Likeness) -> list[tuple[str, str]]:
     return [
         ("text", f"{found.text} ({found.windows} windows, {found.tokens:,} tokens)"),
-        ("excess loss", f"{found.excess:.6f} nats per token"),
+        ("excess loss", f"{shown_excess(found.excess, None)} {NAT_UNIT}"),
         *same_tokens(found),
         *over_texts(found.over_texts),
     ]

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from moetool.checkpoint.source import local_path
+from moetool.format.gguf.words import MODEL
 from moetool.job.result import Printed
 from moetool.measure.results import Evaluation, SynthesisResult
 
@@ -89,9 +91,19 @@ class Evaluations(Printed):
 def place_beside(model: str) -> Path:
     """A path that no file has, so that nothing is written over: `NAME.eval.json` beside a checkpoint's directory, or in
     the current one for a hub id and where nobody may write beside it; with a number from the second on."""
-    directory = local_path(model)
-    here = directory.is_dir() and os.access(directory.resolve().parent, os.W_OK)
-    folder = directory.resolve().parent if here else Path.cwd()
-    name = directory.resolve().name if directory.is_dir() else model.replace("/", "--")
+    folder, name = _folder_and_name(model)
     names = (f"{name}.eval{'' if number == 1 else f'-{number}'}.json" for number in count(1))
     return next(file for file in map(folder.joinpath, names) if not os.path.lexists(file))
+
+
+def saved_beside(model: str) -> list[Path]:
+    """The files that are there under names of `place_beside`, in the order of their numbers."""
+    folder, name = _folder_and_name(model)
+    return sorted(folder.glob(f"{escape(name)}.eval*.json"), key=lambda file: (len(file.name), file.name))
+
+
+def _folder_and_name(model: str) -> tuple[Path, str]:
+    path = local_path(model).resolve()
+    place = path.parent if path.name == MODEL else path  # an export's file is called by its directory
+    folder = place.parent if place.exists() and os.access(place.parent, os.W_OK) else Path.cwd()
+    return folder, place.name if place.exists() else model.replace("/", "--")
