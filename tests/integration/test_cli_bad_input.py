@@ -289,7 +289,18 @@ def test_numbers_whose_squares_overflow(run_cli, tiny_mixtral, dense, calibratio
     ):
         result = run_cli(*words[:2], tmp_path / "out", *words[2:], *calibration, "--overwrite")
         assert result.code == 3, result.stderr
-        assert re.search(f"error: {said}.* whose squares fp32 cannot add up", result.stderr), result.stderr
+        assert re.search(f"error: {said}.* fp32 cannot add up their squares", result.stderr), result.stderr
+
+
+def test_gradients_whose_squares_overflow(run_cli, tiny_mixtral, calibration, tmp_path):
+    """Weights are finite, and so is all that the model computes forwards."""
+    source = copy_of(tiny_mixtral, tmp_path / "scaled")
+    change_tensors(source, lambda tensors: tensors["lm_head.weight"].mul_(1e25))
+    for method in ("auto", "hybrid", "d2moe", "quantize"):
+        words = ("compress", source, tmp_path / "out", "--method", method, "--ratio", 0.3, "--overwrite")
+        result = run_cli(*words, *calibration)
+        assert result.code == 3, result.stderr
+        assert re.search("error: Gradients of the loss at layer 2 reach .*e.2", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("command", [("decompose",), ("compress", "--method", "ders-quantize")])
