@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import change_config, copy_of, load, tensors_of
 from families import build
+from safetensors.torch import save_file
 from sampling import sampled
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
 from tokenizers.models import BPE
@@ -387,6 +388,12 @@ def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
     assert fields(tmp_path / "out" / "model.gguf")["general.architecture"] == "llama"
     if find_spec("llama_cpp") is not None:
         agree(run_cli, mixture, tmp_path / "again")
+    trained, kept = copy_of(mixture, tmp_path / "trained"), tensors_of(mixture)
+    kept["model.layers.0.mlp.shared_expert.down_proj.weight"] += 1
+    save_file(kept, trained / "model.safetensors", {"format": "pt"})
+    result = export(run_cli, trained, tmp_path / "refused")
+    assert result.code == 3
+    assert "tune --train experts" in result.stderr
 
 
 def test_a_plan_refuses_shared_experts_that_are_not_idle(run_cli: Any, tmp_path: Path) -> None:
