@@ -10,6 +10,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from moetool.architectures.described import towers_in
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.promises import check_shape, lacking
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.runtime.loading import surplus
@@ -60,8 +61,8 @@ def blocks_of(
             unknown.append(name)  # passes through to the output untouched, unless a layer would compute with it
             continue
         found, promised = checkpoint.tensors[name].shape, tuple(state[renamed].shape)
-        if converter is None and found != promised:
-            raise InvalidInputError(f"Tensor {name} has shape {list(found)}, config.json promises {list(promised)}.")
+        if converter is None:
+            check_shape(checkpoint.path, name, found, promised)
         covered.add(renamed)
         if converter is not None:
             first, *others = targets[converter]
@@ -72,10 +73,7 @@ def blocks_of(
     _refuse_unused(checkpoint, model, [name for name in unknown if name.startswith(tuple(layers))])
     in_memory = _filled_by_reader(experts)
     if missing := [name for name in state if name not in covered and not any(own in name for own in in_memory)]:
-        raise InvalidInputError(
-            f"{checkpoint.path} has no tensor for {missing[0]} ({len(missing)} missing in all): "
-            "the checkpoint is incomplete."
-        )
+        raise lacking(checkpoint.path, missing, checkpoint.tensors)
     return blocks
 
 

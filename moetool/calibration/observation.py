@@ -83,7 +83,7 @@ class LargestNumbers(Collector):
 def too_large(what: str) -> InvalidInputError:
     """Make the error for numbers whose second moments overflow; `what` says where they are."""
     return InvalidInputError(
-        f"{what} on the calibration text, whose squares fp32 cannot add up. Weights are damaged or scaled there: take "
+        f"{what} on the calibration text, and fp32 cannot add up their squares. Weights are damaged or scaled: take "
         "another copy of the model."
     )
 

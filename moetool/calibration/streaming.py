@@ -28,6 +28,7 @@ from moetool.calibration.handed_on import Beside, HandedOn, LayerCall
 from moetool.calibration.held_experts import HeldExperts, working_sets
 from moetool.checkpoint.decoded import decoded
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.promises import check_shape
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
@@ -116,7 +117,7 @@ class StreamedModel:
             info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self._loading)
         if info.mismatched_keys:
             name, found, expected = min(info.mismatched_keys)
-            raise InvalidInputError(f"Tensor {name} has shape {list(found)}, config.json promises {list(expected)}.")
+            check_shape(self.checkpoint.path, name, found, expected)
         if info.conversion_errors:
             raise InvalidInputError(f"Tensors could not be loaded: {info.conversion_errors}.")
         # Remembers the last call only; nothing may be saved through it.

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.boundaries import batch_size
 from moetool.calibration.labels import drawn_labels
-from moetool.calibration.observation import Collector, LargestNumbers, observed
+from moetool.calibration.observation import SQUARES_ADD_UP, Collector, LargestNumbers, observed, too_large
 from moetool.calibration.peers import Peers
 from moetool.calibration.recorded import Recorded, Tick, spread
 from moetool.errors import InvalidInputError
@@ -238,7 +238,7 @@ class Sweep:
                     rows.append(hidden.grad)
                 yield torch.cat(rows)
 
-        self._write(self.gradient(last), _finite(gradients(), last - 1))
+        self._write(self.gradient(last), _of_use(gradients(), last - 1))
         return sum(loss for others in self.peers.gather(losses) for loss in others) / self.count
 
     @torch.no_grad()
@@ -265,10 +265,10 @@ class Sweep:
         native = self._experts(index, layer)
         if native is not None and len(self.model.working_sets) > 1:
             gradients = self._gradients_in_sets(index, layer, native, collectors)
-            return self._write(self.gradient(index), _finite(gradients, index))
+            return self._write(self.gradient(index), _of_use(gradients, index))
         with _watched(native, self.length, collectors):
             batches = (self._gradient(index, layer, start, stop) for start, stop in self._batches())
-            self._write(self.gradient(index), _finite(batches, index))
+            self._write(self.gradient(index), _of_use(batches, index))
         self._reduce(collectors)
 
     def _gradient(self, index: int, layer: nn.Module, start: int, stop: int) -> Tensor:
@@ -315,4 +315,13 @@ def _finite(batches: Iterator[Tensor], layer: int) -> Iterator[Tensor]:
                 f"Layer {layer} gives NaN or infinite values on the calibration text. Its weights are damaged, or the "
                 "compute dtype is too narrow (try --compute-dtype float32)."
             )
+        yield batch
+
+
+def _of_use(gradients: Iterator[Tensor], layer: int) -> Iterator[Tensor]:
+    """Pass gradients through; stop at the first batch that has NaN, or numbers whose squares do not add up."""
+    for batch in gradients:
+        if not (largest := batch.abs().amax().item()) <= SQUARES_ADD_UP:
+            reached = "are NaN" if math.isnan(largest) else f"reach {largest:.1e}"
+            raise too_large(f"Gradients of the loss at layer {layer} {reached}")
         yield batch

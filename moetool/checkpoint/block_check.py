@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from moetool.architectures import Architecture
 from moetool.architectures.base import EXPERT_KEYS, WIDTH_KEYS, whole_number
 from moetool.architectures.described import language_entries
+from moetool.checkpoint.promises import check_shape, lacking
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 
@@ -20,18 +21,12 @@ def check_blocks(checkpoint: Checkpoint, architecture: Architecture, experts: Ma
     shape, layers, tensors = architecture.shape, architecture.moe_layers, checkpoint.tensors
     routers = dict.fromkeys(map(architecture.router_name, layers), architecture.routed_to)
     expected = {**experts, **routers}
+    unsaid = _unsaid(checkpoint, architecture)
     if missing := [name for name in expected if name not in tensors]:
-        raise InvalidInputError(
-            f"Tensor {missing[0]} is missing from {checkpoint.path} ({len(missing)} missing in all): "
-            f"config.json promises {shape.experts} experts in {len(layers)} MoE layers."
-            f"{_unsaid(checkpoint, architecture)}"
-        )
+        promise = f" It promises {shape.experts} experts in {len(layers)} MoE layers.{unsaid}"
+        raise lacking(checkpoint.path, missing, tensors, promise)
     for name, promised in expected.items():
-        if tensors[name].shape != promised:
-            raise InvalidInputError(
-                f"Tensor {name} has shape {list(tensors[name].shape)}, config.json promises {list(promised)}."
-                f"{_unsaid(checkpoint, architecture)}"
-            )
+        check_shape(checkpoint.path, name, tensors[name].shape, promised, unsaid)
     blocks = tuple(map(architecture.block_prefix, layers))
     corrections = {architecture.layer_prefix(layer) + name for layer in layers for name in architecture.router_others}
     for name in tensors:

@@ -1,6 +1,7 @@
 """Progress and log on stderr, with a heartbeat in long jobs; results on stdout, for people or as JSON."""
 
 import json
+import math
 import sys
 import threading
 import time
@@ -222,8 +223,18 @@ class Display(progress.Progress):
 
 
 def print_json(result: Mapping[str, Json]) -> None:
-    """One JSON object on stdout, with the version of its fields (docs/json.md)."""
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2))
+    """One JSON object on stdout, with the version of its fields (docs/json.md). NaN and infinity, which JSON does not
+    know, are null."""
+    print(json.dumps(_finite({"schema_version": SCHEMA_VERSION, **result}), indent=2, allow_nan=False))
+
+
+def _finite(value: Json) -> Json:
+    """A JSON value with null for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.names import CONFIG, SINGLE
+from moetool.checkpoint.promises import check_shape, lacking
 from moetool.checkpoint.reader import Checkpoint, read_config
 from moetool.checkpoint.source import resolve_source
 from moetool.checkpoint.stored.formats import entry_of, expected_bytes
@@ -19,7 +20,7 @@ from moetool.checkpoint.writer import TensorSpec, shard_nbytes
 from moetool.errors import InvalidInputError
 from moetool.format.families import is_opaque
 from moetool.format.marker import moetool_entry
-from moetool.runtime.building import check_shape, empty_model, lacking, names_on_disk
+from moetool.runtime.building import empty_model, names_on_disk
 from moetool.runtime.loading import refuse_other_head
 
 
@@ -39,9 +40,9 @@ def check_promised(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
     if missing := [name for name in promised if name not in shapes]:
         refuse_other_head(checkpoint)
-        raise lacking(checkpoint, missing)
+        raise lacking(checkpoint.source, missing, checkpoint.tensors)
     for name, info in promised.items():
-        check_shape(checkpoint, name, shapes[name], info.shape)
+        check_shape(checkpoint.path, name, shapes[name], info.shape)
     return promised
 
 

@@ -3,8 +3,9 @@
 import copy
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from moetool.architectures.dense import is_encoder
 from moetool.architectures.described import check_language
+from moetool.checkpoint.promises import check_shape, lacking
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in, model_config
 from moetool.errors import InvalidInputError
@@ -88,22 +90,6 @@ def names_on_disk(model: "PreTrainedModel") -> dict[str, tuple[torch.dtype, tupl
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in on_disk.items()}
 
 
-def check_shape(checkpoint: Checkpoint, name: str, found: tuple[int, ...], promised: tuple[int, ...]) -> None:
-    """Raise `InvalidInputError` if a tensor has another shape in the files than `config.json` promises."""
-    if found != promised:
-        raise InvalidInputError(
-            f"Tensor {name} of {checkpoint.path} has shape {list(found)}, config.json promises {list(promised)}."
-        )
-
-
-def lacking(checkpoint: Checkpoint, names: Sequence[str]) -> InvalidInputError:
-    """The error of files without tensors that `config.json` promises."""
-    return InvalidInputError(
-        f"{checkpoint.source} has no tensor {names[0]}, which its config.json promises ({len(names)} missing in all). "
-        "Download it again."
-    )
-
-
 def _is_turned(held: tuple[int, ...], promised: tuple[int, ...]) -> bool:
     """Whether experts' matrices lie in one tensor as `[experts, in, out]`, which transformers turns round for those
     families that have them so: of others the loader says."""
@@ -146,6 +132,20 @@ def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: C
     return surplus([name for name in more if not passed.search(name)], checkpoint.settings)
 
 
+def in_whole(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint under the names that its tensors have in the whole model: in the files the decoder may lie bare
+    (`h.0.` for `transformer.h.0.`), as GPT-2 and BLOOM do on the hub. Raises as `building`."""
+    model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
+    base, promised = model.base_model_prefix, names_on_disk(model)
+    others = [name for name in checkpoint.tensors if name not in promised]
+    bare = {name.partition(".")[0] for name in others if f"{base}.{name}" in promised}
+    infos = [
+        replace(info, name=f"{base}.{name}") if name.partition(".")[0] in bare else info
+        for name, info in checkpoint.tensors.items()
+    ]
+    return replace(checkpoint, tensors={info.name: info for info in infos})
+
+
 def check_sizes(checkpoint: Checkpoint) -> None:
     """Compare the model that `config.json` promises with the headers, before a loader makes room for it.
 
@@ -165,7 +165,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     held = checkpoint.tensors
     for name, (_, shape) in promised.items():
         if name in held and not _is_turned(held[name].shape, shape):
-            check_shape(checkpoint, name, held[name].shape, shape)
+            check_shape(checkpoint.path, name, held[name].shape, shape)
     absent = [name for name in promised if name not in held]
     layered = set(map(_of_any_layer, held))
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
@@ -175,14 +175,11 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     if missing := [
         name for name in absent_alone if _of_any_layer(name) in layered or (is_whole and not _is_layered(name))
     ]:
-        raise lacking(checkpoint, missing)
+        raise lacking(checkpoint.source, missing, held)
     if (absent and is_opaque(checkpoint.config)) or sum(math.prod(promised[name][1]) for name in absent) > sum(
         math.prod(info.shape) for info in held.values()
     ):
-        raise InvalidInputError(
-            f"{len(absent)} tensors that config.json promises are missing from {checkpoint.path}, among them "
-            f"{absent[0]} {list(promised[absent[0]][1])}."
-        )
+        raise lacking(checkpoint.source, absent, held)
     if unused := _without_place(checkpoint, model, promised):
         raise InvalidInputError(
             f"{checkpoint.source} has a tensor {unused[0]}, and the model of its config.json has no place for it "

@@ -1,7 +1,6 @@
 """A dense model to be converted: its feed-forward networks by role, its numbers, and what its layers do."""
 
 import math
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,14 @@ from torch import Tensor
 
 from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
-from moetool.checkpoint.header import TensorInfo, check_dtype
+from moetool.checkpoint.header import check_dtype
+from moetool.checkpoint.promises import lacking
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
 from moetool.format.entry import check_unquantized
 from moetool.format.families import dense_architecture_of
+from moetool.runtime.building import in_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -39,10 +40,17 @@ class DenseModel:
     def __init__(self, checkpoint: Checkpoint, *, may_lie_within: bool = False) -> None:
         """With `may_lie_within` also of one that is the language model of one that sees or hears."""
         self.architecture: DenseArchitecture = dense_architecture_of(checkpoint.config, may_lie_within=may_lie_within)
-        self.checkpoint = _of_language_model(checkpoint, self.architecture)
+        start = self.architecture.layer.partition(".")[0]
+        is_bare = all(name.partition(".")[0] != start for name in checkpoint.tensors)
+        self.checkpoint = in_whole(checkpoint) if is_bare else checkpoint
         check_unquantized(checkpoint.config)
         self.layers, self.ffn_layers = self.architecture.layers, self.architecture.ffn_layers
-        down = self._info(name := self.architecture.weight_name(self.ffn_layers[0], "down")).shape
+        named = [self.architecture.weight_name(at, role) for at in self.ffn_layers for role in self.architecture.roles]
+        if missing := [name for name in named if name not in self.checkpoint.tensors]:
+            promise = f" It is that of a dense model ({self.architecture.model_types[0]})."
+            raise lacking(self.checkpoint.source, missing, self.checkpoint.tensors, promise)
+        name = self.architecture.weight_name(self.ffn_layers[0], "down")
+        down = self.checkpoint.info(name).shape
         if len(down) != 2:
             raise InvalidInputError(f"{name} is no matrix: {list(down)}.")
         self.hidden, self.intermediate = self._turned(down)
@@ -52,18 +60,10 @@ class DenseModel:
                 rows, columns = self.shape(role)
                 if role != "down" and self.architecture.is_joined:
                     rows *= 2
-                found, expected = self._info(name).shape, self._turned((rows, columns))
+                found, expected = self.checkpoint.info(name).shape, self._turned((rows, columns))
                 if found != expected:
                     raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {list(expected)}.")
                 check_dtype(f"The numbers of {name}", self.checkpoint.info(name).dtype)
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.checkpoint.tensors:
-            raise InvalidInputError(
-                f"{self.checkpoint.source} has no tensor {name}, which its config.json promises of a dense model "
-                f"({self.architecture.model_types[0]}). Its files are not whole, or another model's: download it again."
-            )
-        return self.checkpoint.tensors[name]
 
     @cached_property
     def config(self) -> "PreTrainedConfig":
@@ -145,18 +145,3 @@ class DenseModel:
     def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape `[out, in]` as it is on disk, and back."""
         return shape[::-1] if self.architecture.is_transposed else shape
-
-
-def _of_language_model(checkpoint: Checkpoint, architecture: DenseArchitecture) -> Checkpoint:
-    """A checkpoint in whose files the decoder lies bare (`h.0.` for `transformer.h.0.`, as GPT-2 and BLOOM do on the
-    hub), under the names that its tensors have in the language model."""
-    base, dot, inner = architecture.layer.partition(".")
-    start = inner.partition("{layer}")[0]
-    if (
-        any(name.startswith(f"{base}{dot}") for name in checkpoint.tensors)
-        or not start
-        or (not any(name.startswith(start) for name in checkpoint.tensors))
-    ):
-        return checkpoint
-    found = {f"{base}.{name}": replace(info, name=f"{base}.{name}") for name, info in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=found)

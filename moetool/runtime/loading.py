@@ -14,6 +14,7 @@ from moetool.architectures.base import Settings
 from moetool.architectures.dense import find_dense_architecture, head_of_a_task, is_encoder
 from moetool.architectures.described import language_model_class
 from moetool.checkpoint.experts import ExpertReader
+from moetool.checkpoint.promises import what_to_do
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.checkpoint.sizes import format_bytes
@@ -253,7 +254,7 @@ def refuse_loaded(checkpoint: Checkpoint, model: "PreTrainedModel", told: Mappin
         _refuse_experts(checkpoint)
         raise InvalidInputError(
             f"{checkpoint.source} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
-            "Results would be wrong; refusing. Download it again, or give its tensors the names of its family."
+            f"Results would be wrong; refusing. {what_to_do(sorted(told['missing_keys']), checkpoint.tensors)}"
         )
 
 

@@ -34,7 +34,7 @@ from moetool.job.result import Details, Sizes
 from moetool.job.shards import by_layer
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.job.writing import passed_on, write_checkpoint
-from moetool.runtime.building import check_sizes
+from moetool.runtime.building import check_sizes, in_whole
 from moetool.runtime.loading import loading_memory
 from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, most_trained
 from moetool.tune.costs import training_phases
@@ -65,6 +65,7 @@ class AnySource:
             raise InvalidInputError(f"{checkpoint.source} is an encoder ({kind}); tune trains causal language models.")
         check_predicts(checkpoint.config)
         if not checkpoint.is_imagined:
+            checkpoint = in_whole(checkpoint)
             check_sizes(checkpoint)
             DenseSource.if_known(checkpoint)
         return cls(checkpoint)

@@ -190,6 +190,11 @@ class MoETrainer(Trainer):
                     f"The loss is {loss.item()} at step 0, before anything has changed: weights are damaged, and "
                     "`moetool verify` names them, or too large for --bf16."
                 )
+            if step == 1:
+                raise VerificationError(
+                    f"The loss is {loss.item()} after the first step: its gradients overflow, because weights are "
+                    "damaged or scaled, or --learning-rate is far too large. Start again with --overwrite."
+                )
             raise VerificationError(
                 f"The loss is {loss.item()} at step {step}. The last checkpoint before it is kept and --resume starts "
                 "from there; a smaller --learning-rate needs a new start with --overwrite."

@@ -46,7 +46,8 @@ def lint(target: Target, dense: DenseModel, spec: MoESpec, config: Mapping[str, 
     )
     note(
         name == "qwen2_moe" and spec.shared == "none",
-        "qwen2_moe always has a shared expert: this one is narrow, and its output is zero until it is trained",
+        "qwen2_moe always has a shared expert: this one is narrow, and its output is zero. To have the model in "
+        "llama.cpp, leave it so: moetool tune --train experts",
     )
     note(
         name in _QWEN and spec.dense_layers,

@@ -1,8 +1,11 @@
 """What a job tells while it runs."""
 
+import json
+import math
+
 import pytest
 
-from moetool.cli.display import Display
+from moetool.cli.display import Display, print_json
 from moetool.job.progress import phase
 from moetool.job.result import PhaseTime
 
@@ -22,6 +25,13 @@ def told(capsys: pytest.CaptureFixture[str], seconds: float | None) -> str:
 def test_a_log_has_a_line_where_a_phase_begins(capsys: pytest.CaptureFixture[str]) -> None:
     said = told(capsys, 6000).splitlines()
     assert said == ["Forward: begins, about 3 h 20 min left in all", "Forward: done in 0 s"]
+
+
+def test_infinity_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other readers of JSON than Python's refuse `Infinity` and `NaN`."""
+    print_json({"perplexity": math.inf, "models": [{"nll": math.nan, "windows": 1}]})
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"schema_version": 1, "perplexity": None, "models": [{"nll": None, "windows": 1}]}
 
 
 def test_short_jobs_are_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:

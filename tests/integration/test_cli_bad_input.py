@@ -91,7 +91,7 @@ def only_pickles(source: Path, target: Path) -> Path:
 
 
 DENSE = {"model_type": "llama", "num_local_experts": None, "num_experts_per_tok": None}
-NO_FFN = "no tensor model.layers.0.mlp.down_proj.weight, which its config.json promises of a dense model (llama)"
+NO_FFN = "no tensor model.layers.0.mlp.gate_proj.weight, which its config.json promises (9 missing in all)"
 UNKNOWN = {"model_type": "mixtralish", "num_local_experts": 4}
 CHECKPOINTS = {
     "missing": (missing, ["No such directory", "bad"]),
@@ -152,6 +152,24 @@ def test_a_dense_model_that_lacks_a_tensor(refused, dense, calibration, tmp_path
     assert name in refused(3, "tune", source, tmp_path / "out", "--data", calibration[1], "--dry-run")
     if "layers" in name:  # any other is the family's to have
         assert name in refused(3, "export", source, tmp_path / "out", "--format", "gguf")
+
+
+@pytest.mark.parametrize(("start", "told"), [("", "save_pretrained"), ("language_model.model.", "rename it")])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_names_with_another_beginning(refused, run_cli, dense, tiny_mixtral, tmp_path, family, start, told):
+    """transformers loads those without a beginning, dense ones are taken so, and of all others it is told."""
+    source = copy_of(dense("llama") if family == "llama" else tiny_mixtral, tmp_path / "other")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [*tensors]:
+            tensors[name.replace("model.", start, 1)] = tensors.pop(name)
+
+    change_tensors(source, rename)
+    if family == "llama" and not start:
+        assert run_cli("inspect", source).code == 0
+    else:
+        message = refused(3, "inspect", source)
+        assert all(word in message for word in ("has no tensor model.layers.0.", f"as {start}layers.0.", told)), message
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
@@ -271,7 +289,18 @@ def test_numbers_whose_squares_overflow(run_cli, tiny_mixtral, dense, calibratio
     ):
         result = run_cli(*words[:2], tmp_path / "out", *words[2:], *calibration, "--overwrite")
         assert result.code == 3, result.stderr
-        assert re.search(f"error: {said}.* whose squares fp32 cannot add up", result.stderr), result.stderr
+        assert re.search(f"error: {said}.* fp32 cannot add up their squares", result.stderr), result.stderr
+
+
+def test_gradients_whose_squares_overflow(run_cli, tiny_mixtral, calibration, tmp_path):
+    """Weights are finite, and so is all that the model computes forwards."""
+    source = copy_of(tiny_mixtral, tmp_path / "scaled")
+    change_tensors(source, lambda tensors: tensors["lm_head.weight"].mul_(1e25))
+    for method in ("auto", "hybrid", "d2moe", "quantize"):
+        words = ("compress", source, tmp_path / "out", "--method", method, "--ratio", 0.3, "--overwrite")
+        result = run_cli(*words, *calibration)
+        assert result.code == 3, result.stderr
+        assert re.search("error: Gradients of the loss at layer 2 reach .*e.2", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("command", [("decompose",), ("compress", "--method", "ders-quantize")])

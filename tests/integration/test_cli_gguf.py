@@ -11,8 +11,9 @@ import pytest
 import torch
 from checkpoints import change_config, copy_of, load, tensors_of
 from families import build
+from safetensors.torch import save_file
 from sampling import sampled
-from tokenizers import Regex, Tokenizer, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -177,6 +178,28 @@ def test_a_tokenizer_of_pieces(run_cli: Any, models: dict[str, Path], tmp_path: 
         PreTrainedTokenizerFast(tokenizer_object=inner, **marks).save_pretrained(path)
         told = export(run_cli, path, tmp_path / "out", "--overwrite").stderr
         assert "changes some texts before it cuts them" in told
+
+
+@pytest.mark.parametrize(("folder", "strips", "name"), [("my-Phi-3", 0, "my-phi 3"), ("chat", 4, "chat-phi-3")])
+def test_the_name_says_whether_special_tokens_take_spaces(
+    run_cli: Any, models: dict[str, Path], tmp_path: Path, folder: str, strips: int, name: str
+) -> None:
+    """llama.cpp tells that from the name alone, and does not load a Phi-3 that lacks four tokens."""
+    path = copy_of(models["mixtral"], tmp_path / folder)
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "<|endoftext|>")])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=True, rstrip=True) for text in ("</s>", "<a>", "<b>", "<c>")[:strips]]
+    )
+    tokenizer.save_pretrained(path)
+    assert export(run_cli, path, tmp_path / "out").code == 0
+    assert fields(tmp_path / "out" / "model.gguf")["general.name"] == name
+    if find_spec("llama_cpp"):
+        from llama_cpp import Llama
+
+        llama = Llama(str(tmp_path / "out" / "model.gguf"), vocab_only=True, verbose=False)
+        tokens = llama.tokenize(b"<c> a", add_bos=False, special=True)
+        assert tokens == tokenizer("<c> a", add_special_tokens=False)["input_ids"]
 
 
 @pytest.fixture(autouse=True)
@@ -365,6 +388,12 @@ def test_an_upcycled_qwen2_is_a_mixtral_with_biases(
     assert fields(tmp_path / "out" / "model.gguf")["general.architecture"] == "llama"
     if find_spec("llama_cpp") is not None:
         agree(run_cli, mixture, tmp_path / "again")
+    trained, kept = copy_of(mixture, tmp_path / "trained"), tensors_of(mixture)
+    kept["model.layers.0.mlp.shared_expert.down_proj.weight"] += 1
+    save_file(kept, trained / "model.safetensors", {"format": "pt"})
+    result = export(run_cli, trained, tmp_path / "refused")
+    assert result.code == 3
+    assert "tune --train experts" in result.stderr
 
 
 def test_a_plan_refuses_shared_experts_that_are_not_idle(run_cli: Any, tmp_path: Path) -> None:

@@ -342,7 +342,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         """The library's writer with all that the file says of the model, as a file of mostly that type."""
         library, source = gguf_library(), self.source
         writer = library.GGUFWriter(None, source.family.architecture)
-        writer.add_name(source.checkpoint.path.resolve().name)
+        name = source.checkpoint.path.resolve().name
+        writer.add_name(name if self._tokenizer is None else self._tokenizer.name_of(name))
         writer.add_file_type(library.LlamaFileType[file_type(number)])
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
         describe_model(writer, source)

@@ -47,7 +47,9 @@ def _check_idle(source: GgufSource) -> None:
     """Raise `InvalidInputError` unless the outputs of all shared experts that the file leaves out are zero."""
     for name in source.idle_names:
         if name.endswith("down_proj.weight") and bool(source.checkpoint.read(name).any()):
-            raise _two_rules(f"{name} is not zero")
+            raise _two_rules(
+                f"{name} is not zero", " Of an upcycled model `moetool tune --train experts` leaves it zero."
+            )
 
 
 def _check_layers(source: GgufSource, experts: ExpertReader) -> None:
@@ -172,8 +174,8 @@ def _check_rope_of_windows(source: GgufSource) -> None:
         )
 
 
-def _two_rules(reason: str) -> InvalidInputError:
+def _two_rules(reason: str, advice: str = "") -> InvalidInputError:
     return InvalidInputError(
         "This model's routing weights add up to one (norm_topk_prob), and it has shared experts that are not idle "
-        f"({reason}): llama.cpp has no architecture that computes both."
+        f"({reason}): llama.cpp has no architecture that computes both.{advice}"
     )

@@ -1,7 +1,8 @@
 """Translation of a checkpoint's tokenizer into GGUF's metadata."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep
 _SPACE = "▁"
 _PROBE = "A  é① \t\n b "  # what normalizers change: case, spaces in a row and at the end, forms of characters
 _CUTTINGS = (*CUTTINGS, *OTHER_CUTTINGS)
+# llama.cpp takes a model of such a name for a Phi-3: its special tokens take the spaces after them, but for these
+# three, and it does not load a file without these tokens (llama-vocab.cpp).
+_PHI_3 = re.compile("phi-?3", re.IGNORECASE)
+_STRIPS_NOTHING = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class GgufTokenizer:
         special: ids of special tokens, by their names in the metadata.
         begins, ends: whether it puts its first and last token around a text by itself.
         adds_space: whether it puts a space before a text.
+        strips: whether its special tokens take the spaces after them, as those of Phi-3.
         normalizes: whether it is of pieces and changes a text before it cuts it, which llama.cpp does for none.
         template: the chat template, if it has one.
     """
@@ -52,8 +58,15 @@ class GgufTokenizer:
     begins: bool
     ends: bool
     adds_space: bool
+    strips: bool
     normalizes: bool
     template: str | None
+
+    def name_of(self, model: str) -> str:
+        """Return the name that a model has in its file: llama.cpp tells from it alone what special tokens strip."""
+        if self.strips:
+            return model if _PHI_3.search(model) else f"{model}-phi-3"
+        return _PHI_3.sub("phi 3", model)
 
     def add_to(self, writer: "GGUFWriter") -> None:
         """Write the tokenizer into the metadata of the gguf library's `GGUFWriter`."""
@@ -132,6 +145,7 @@ def read_tokenizer(path: Path, vocabulary: int, *, cut: str | None, usual: str |
         begins=len(marked) > len(plain) and marked[0] == special.get("bos"),
         ends=len(marked) > len(plain) and marked[-1] == special.get("eos"),
         adds_space=is_pieces and _puts_space(rules),
+        strips=_strips(set(tokens), added.values()),
         normalizes=is_pieces and _normalizes(backend.normalizer),
         template=_template(loaded),
     )
@@ -161,6 +175,12 @@ def _puts_space(rules: Mapping[str, object]) -> bool:
     """Whether the tokenizer puts a space before a text, in its normalizer or in its pre-tokenizer."""
     normalizer, pre_tokenizer = (json.dumps(rules.get(step)) for step in ("normalizer", "pre_tokenizer"))
     return '"Prepend"' in normalizer or ('"Metaspace"' in pre_tokenizer and '"never"' not in pre_tokenizer)
+
+
+def _strips(texts: Set[str], added: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether special tokens take the spaces after them, most of those that do so where llama.cpp knows a Phi-3."""
+    others = [token["rstrip"] for token in added if token["content"] not in _STRIPS_NOTHING]
+    return texts >= {*_STRIPS_NOTHING, "</s>"} and 2 * sum(others) > len(others)
 
 
 def _normalizes(normalizer: "Normalizer | None") -> bool:

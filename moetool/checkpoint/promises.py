@@ -1,0 +1,56 @@
+"""Errors of weight files that do not hold what `config.json` promises: missing tensors, and those of another shape."""
+
+from collections.abc import Iterable, Sequence
+
+from moetool.errors import InvalidInputError
+
+
+def lacking(source: object, missing: Sequence[str], held: Iterable[str], promise: str = "") -> InvalidInputError:
+    """The error of files without tensors that `config.json` promises.
+
+    Args:
+        source: what the checkpoint is called.
+        missing: names of those tensors.
+        held: names of the tensors that the files have.
+        promise: a sentence on what `config.json` says of them.
+    """
+    return InvalidInputError(
+        f"{source} has no tensor {missing[0]}, which its config.json promises ({len(missing)} missing in all)."
+        f"{promise} {what_to_do(missing, held)}"
+    )
+
+
+def check_shape(source: object, name: str, found: Sequence[int], promised: Sequence[int], more: str = "") -> None:
+    """Raise `InvalidInputError`, with `more` behind it, if a tensor has another shape in the files of `source` than
+    `config.json` promises."""
+    if tuple(found) != tuple(promised):
+        raise InvalidInputError(
+            f"Tensor {name} of {source} has shape {list(found)}, config.json promises {list(promised)}.{more}"
+        )
+
+
+def what_to_do(missing: Iterable[str], held: Iterable[str]) -> str:
+    """What to do about tensors that are missing: download them again, or where the files have one in a layer under a
+    name with another beginning, rename them."""
+    others = {inside: name for name in held if (inside := _from_layers_on(name))}
+    name = next((name for name in missing if _from_layers_on(name) in others), None)
+    if name is None:
+        return "Its files are not whole, or another model's: download it again."
+    found = others[inside := _from_layers_on(name)]
+    usual, theirs = name.removesuffix(inside), found.removesuffix(inside)
+    if not theirs:
+        return (
+            f"The files have {name} as {found}, as transformers saves a model without its head. Load it with "
+            f"AutoModelForCausalLM.from_pretrained(...) and .save_pretrained(...) it, which puts {usual!r} before it."
+        )
+    return (
+        f"The files have {name} as {found}: rename it and the others, so that they begin with {usual!r}, not "
+        f"{theirs!r}."
+    )
+
+
+def _from_layers_on(name: str) -> str:
+    """The name of a tensor in a layer without what is before the list of layers: `layers.0.mlp.down_proj.weight`."""
+    parts = name.split(".")
+    index = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[index - 1 :]) if index else ""
