@@ -32,7 +32,7 @@ from moetool.representations.quantized import ROW_BITS, WHOLE, QuantizedMatrix
 _MUCH = 0.03  # share of a result
 FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
 # Bits of all else, and the bits for each number of an expert that these have to leave, or fewer lose less.
-_LEAST_LEFT = {8: 1.75, 6: 1.25, 5: 0.0}
+_LEAST_LEFT = {8: 1.75, 6: 1.0, 5: 0.0}
 _LARGEST = 1 << 28  # numbers of a matrix that kernels of cards take in one piece
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)

@@ -77,7 +77,8 @@ def build(
         print_evaluations(result)
     else:
         print_evaluation(result)
-    if isinstance(result, Evaluation) and result.protocol == "perplexity":
+    is_for_report = every.models[0].saved is not None
+    if isinstance(result, Evaluation) and result.protocol == "perplexity" and not is_for_report:
         next_step.tell(next_step.line("generate", model[0], next_step.PROMPT))
     else:
         next_step.tell(next_step.line("report", model[0]))
