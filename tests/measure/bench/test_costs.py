@@ -115,17 +115,18 @@ def counted_by_torch(model: Any, context: int) -> tuple[int, int]:
     return prefill.get_total_flops(), decode.get_total_flops()
 
 
-# Their linear attention and short convolutions are counted as attention and as products, which torch does not see.
-WITH_STATES = ("minimax", "lfm2_moe", "qwen3_next")
+# Linear attention and short convolutions are counted as attention and as products, which torch does not see; and all
+# chosen experts as such with matrices, which some of LongCat-Flash's are not.
+NEARLY_COUNTED = ("minimax", "lfm2_moe", "qwen3_next", "longcat_flash")
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
-def test_counted_nearly_as_a_family_with_states_runs(family: str) -> None:
+@pytest.mark.parametrize("family", NEARLY_COUNTED)
+def test_counted_nearly_as_a_family_runs(family: str) -> None:
     model = build(family)
     assert model_costs(model).decode_flops(11) == pytest.approx(counted_by_torch(model, 11)[1], rel=0.04)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_STATES])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NEARLY_COUNTED])
 def test_counted_as_a_family_runs(family: str) -> None:
     model = build(family)
     costs = model_costs(model)
