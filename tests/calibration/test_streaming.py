@@ -244,12 +244,12 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], No
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("model.layers.1.self_attn.q_proj.weight", r"no tensor model\.layers\.1\.self_attn\.q_proj\.weight \(1 "),
+        ("model.layers.1.self_attn.q_proj.weight", r"no tensor model\.layers\.1\.self_attn\.q_proj\.weight, .* \(1 "),
         ("model.norm.weight", r"no tensor model\.norm\.weight"),
         ("model.embed_tokens.weight", r"no tensor model\.embed_tokens\.weight"),
         ("lm_head.weight", r"no tensor lm_head\.weight"),
-        ("model.layers.2.block_sparse_moe.gate.weight", r"block_sparse_moe\.gate\.weight is missing"),
-        ("model.layers.2.block_sparse_moe.experts.3.w2.weight", r"experts\.3\.w2\.weight is missing"),
+        ("model.layers.2.block_sparse_moe.gate.weight", r"no tensor .*block_sparse_moe\.gate\.weight"),
+        ("model.layers.2.block_sparse_moe.experts.3.w2.weight", r"no tensor .*experts\.3\.w2\.weight"),
     ],
 )
 def test_a_missing_tensor_is_named_before_anything_is_computed(
@@ -263,11 +263,11 @@ def test_a_missing_tensor_is_named_before_anything_is_computed(
 def test_a_wrong_shape_is_named(tiny_mixtral: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     path = changed(tiny_mixtral, tmp_path / "a", lambda stored: stored.update({name: torch.zeros(32, 31)}))
-    told = r"q_proj\.weight has shape \[32, 31\], config\.json promises \[32, 32\]"
+    told = r"q_proj\.weight of .* has shape \[32, 31\], config\.json promises \[32, 32\]"
     with pytest.raises(InvalidInputError, match=told):  # before any layer is read: a sweep takes hours
         stream(path)
     path = changed(tiny_mixtral, tmp_path / "b", lambda stored: stored.update({"model.norm.weight": torch.zeros(9)}))
-    with pytest.raises(InvalidInputError, match=r"model\.norm\.weight has shape \[9\]"):
+    with pytest.raises(InvalidInputError, match=r"model\.norm\.weight of .* has shape \[9\]"):
         stream(path)
 
 
@@ -356,7 +356,7 @@ def test_a_missing_tensor_of_a_dense_model_is_named(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense", "phi")
     name = "model.layers.1.mlp.fc1.bias"
     path = changed(source, tmp_path / "model", lambda stored: stored.pop(name))
-    with pytest.raises(InvalidInputError, match=r"no tensor model\.layers\.1\.mlp\.fc1\.bias \(1 missing"):
+    with pytest.raises(InvalidInputError, match=r"no tensor model\.layers\.1\.mlp\.fc1\.bias, .* \(1 missing"):
         stream_dense(path)
 
 
