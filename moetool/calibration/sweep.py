@@ -322,6 +322,10 @@ def _of_use(gradients: Iterator[Tensor], layer: int) -> Iterator[Tensor]:
     """Pass gradients through; stop at the first batch that has NaN, or numbers whose squares do not add up."""
     for batch in gradients:
         if not (largest := batch.abs().amax().item()) <= SQUARES_ADD_UP:
-            reached = "are NaN" if math.isnan(largest) else f"reach {largest:.1e}"
-            raise too_large(f"Gradients of the loss at layer {layer} {reached}")
+            told = (
+                f"Gradients of the loss at layer {layer} {'are NaN' if math.isnan(largest) else f'reach {largest:.1e}'}"
+            )
+            if batch.dtype == torch.float16:  # other dtypes reach as far as fp32
+                raise InvalidInputError(f"{told}: float16 is too narrow for them (try --compute-dtype float32).")
+            raise too_large(told)
         yield batch

@@ -31,20 +31,26 @@ def check_shape(source: object, name: str, found: Sequence[int], promised: Seque
 
 def what_to_do(missing: Iterable[str], held: Iterable[str]) -> str:
     """What to do about tensors that are missing: download them again, or where the files have one in a layer under a
-    name with another beginning, rename them."""
-    others = {inside: name for name in held if (inside := _from_layers_on(name))}
-    name = next((name for name in missing if _from_layers_on(name) in others), None)
-    if name is None:
+    name with another beginning, and none with the usual one, rename them."""
+    others = [(name, inside) for name in held if (inside := _from_layers_on(name))]
+    begun = {name.removesuffix(inside) for name, inside in others}  # with two towers layers are called alike
+    renamed = {inside: name for name, inside in others}
+    found = [
+        (name, inside)
+        for name in missing
+        if (inside := _from_layers_on(name)) in renamed and name.removesuffix(inside) not in begun
+    ]
+    if not found:
         return "Its files are not whole, or another model's: download it again."
-    found = others[inside := _from_layers_on(name)]
-    usual, theirs = name.removesuffix(inside), found.removesuffix(inside)
+    (name, inside), *_ = found
+    usual, theirs = name.removesuffix(inside), renamed[inside].removesuffix(inside)
     if not theirs:
         return (
-            f"The files have {name} as {found}, as transformers saves a model without its head. Load it with "
+            f"The files have {name} as {renamed[inside]}, as transformers saves a model without its head. Load it with "
             f"AutoModelForCausalLM.from_pretrained(...) and .save_pretrained(...) it, which puts {usual!r} before it."
         )
     return (
-        f"The files have {name} as {found}: rename it and the others, so that they begin with {usual!r}, not "
+        f"The files have {name} as {renamed[inside]}: rename it and the others, so that they begin with {usual!r}, not "
         f"{theirs!r}."
     )
 

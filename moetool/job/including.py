@@ -66,6 +66,18 @@ def including(source: InputT, options: Options) -> InputT:
     return replace(source, included=chosen)
 
 
+def included_in_words(source: Source) -> str:
+    """What is to be quantized beside the experts, such as `attention in 6 bits and embeddings in 8 bits`: a matrix may
+    need more bits than were asked for."""
+    bits: dict[str, str] = {}
+    for kind, modules in quantizable(source.architecture).items():
+        if own := sorted({source.included[module].bits for module in modules if module in source.included}):
+            bits[kind] = " and ".join(map(str, own))
+    if len(set(bits.values())) == 1:
+        return f"{' and '.join(bits)} in {next(iter(bits.values()))} bits"
+    return " and ".join(f"{kind} in {own} bits" for kind, own in bits.items())
+
+
 def bits_left(source: Source, output: int) -> float:
     """Bits for each number of the experts, scales and bases included, in weight files of `output` bytes that hold all
     else as a job passes it on."""

@@ -145,14 +145,6 @@ def names_of_included(bits: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(kind if bits[kind] == WHOLE else f"{kind}:{bits[kind]}" for kind in INCLUDED if kind in bits)
 
 
-def included_in_words(names: Iterable[str]) -> str:
-    """What `--include` quantizes, such as `attention in 6 bits and embeddings in 8 bits`."""
-    bits = bits_of_included(names)
-    if len(set(bits.values())) == 1:
-        return f"{' and '.join(bits)} in {next(iter(bits.values()))} bits"
-    return " and ".join(f"{kind} in {own} bits" for kind, own in bits.items())
-
-
 class IncludeOptions(Options):
     """Option that quantizes weights beside the experts: attention, embeddings, or both."""
 

@@ -9,8 +9,9 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.job.blueprint import open_for_planning
 from moetool.job.checks import check_job, identity, output_directory
 from moetool.job.conditions import Conditions
+from moetool.job.including import included_in_words
 from moetool.job.job import Input, Source
-from moetool.job.options import IncludeOptions, RunOptions, included_in_words
+from moetool.job.options import RunOptions
 from moetool.job.own_text import planned
 from moetool.job.plan import Plan
 from moetool.job.records import check_records
@@ -68,8 +69,8 @@ def _told(stage: AnyStage) -> Plan:
     windows = stage.due_windows
     if windows is not None:
         more["texts"] = str(windows)
-    if isinstance(stage.options, IncludeOptions) and stage.options.include:
-        more["beside_experts"] = included_in_words(stage.options.include)
+    if isinstance(stage.source, Source) and stage.source.included:
+        more["beside_experts"] = included_in_words(stage.source)
     own, large = plan.details.get("note"), too_large(stage, plan)
     one_kind = ONE_KIND if windows is not None and windows.is_of_one_kind else None
     if notes := [str(note) for note in (own, large, one_kind) if note is not None]:

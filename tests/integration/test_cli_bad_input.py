@@ -303,6 +303,18 @@ def test_gradients_whose_squares_overflow(run_cli, tiny_mixtral, calibration, tm
         assert re.search("error: Gradients of the loss at layer 2 reach .*e.2", result.stderr), result.stderr
 
 
+def test_gradients_that_float16_is_too_narrow_for(run_cli, tiny_mixtral, calibration, tmp_path):
+    """The same model is compressed in fp32: its weights are not to blame."""
+    source = copy_of(tiny_mixtral, tmp_path / "scaled")
+    change_tensors(source, lambda tensors: tensors["lm_head.weight"].mul_(1e4))
+    words = ("compress", source, tmp_path / "out", "--method", "hybrid", "--ratio", 0.3, *calibration)
+    result = run_cli(*words, "--compute-dtype", "float16")
+    assert result.code == 3
+    assert "Gradients of the loss" in result.stderr
+    assert "try --compute-dtype float32" in result.stderr
+    assert run_cli(*words, "--overwrite").code == 0
+
+
 @pytest.mark.parametrize("command", [("decompose",), ("compress", "--method", "ders-quantize")])
 def test_nan_is_found_without_a_text(run_cli, tiny_mixtral, tmp_path, command):
     source = copy_of(tiny_mixtral, tmp_path / "bad")

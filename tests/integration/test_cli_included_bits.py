@@ -81,10 +81,13 @@ def test_saved_again_and_tuned(made: Path, run_cli: Any, tiny_text: Path, tokens
 
 
 def test_rows_that_cannot_share_bytes_have_more_bits(
-    compress: Any, make_mixtral: Any, save_model: Any, tokens: Tensor, tmp_path: Path
+    compress: Any, make_mixtral: Any, save_model: Any, run_cli: Any, tokens: Tensor, tmp_path: Path
 ) -> None:
     source = save_model(make_mixtral(vocab_size=292, dtype=torch.bfloat16), tmp_path / "model")
-    made = compress(source, *QUANTIZE, "--include", "attention:5,embeddings:5").path
+    options = (*QUANTIZE, "--include", "attention:5,embeddings:5")
+    planned = run_cli("compress", source, tmp_path / "out", *options, "--dry-run", "--json").json
+    assert planned["beside_experts"] == "attention in 5 bits and embeddings in 6 bits"
+    made = compress(source, *options).path
     found = bits_of(made)
     assert (found["model.embed_tokens"], found["lm_head"], found["model.layers.0.self_attn.q_proj"]) == (6, 6, 5)
     assert relative_error(logits(made, tokens), logits(source, tokens)) < 0.3

@@ -113,7 +113,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "names of no family": (
         lambda tensors: tensors.update({name.replace("w2", "out"): tensors.pop(name) for name in list(tensors)}),
-        r"no tensor .*w2\.weight",
+        r"no tensor .*w2\.weight, which",
     ),
 }
 

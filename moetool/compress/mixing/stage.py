@@ -40,9 +40,16 @@ from moetool.costs.phases import menu_phases, with_codes_beside
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
-from moetool.job.including import bits_left, included_bytes, included_shapes, including_saves, worth_including
+from moetool.job.including import (
+    bits_left,
+    included_bytes,
+    included_in_words,
+    included_shapes,
+    including_saves,
+    worth_including,
+)
 from moetool.job.job import Job
-from moetool.job.options import CalibrationOptions, IncludeOptions, included_in_words
+from moetool.job.options import CalibrationOptions, IncludeOptions
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
@@ -284,7 +291,7 @@ class MixingStage(Stage[MixingOptionsT]):
         ratio = 1 - target / original if self.ratio is None else self.ratio
         notes = [*(notes_on(mix) if several else ()), *notes_on_size(output.nbytes, original, ratio)]
         if self.source.included:
-            notes.append(f"Also quantized: {included_in_words(self.options.include or ())}.")
+            notes.append(f"Also quantized: {included_in_words(self.source)}.")
         elif bits := worth_including(self.source, output.nbytes):
             saves = [including_saves(self.source, own)[kind] for kind, own in bits.items()]
             left = bits_left(self.source, output.nbytes)

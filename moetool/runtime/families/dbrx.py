@@ -12,6 +12,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN, DbrxRotaryEmbedding, DbrxRouter
 
 from moetool.architectures import MoEShape
+from moetool.runtime.conversions import only
 from moetool.runtime.families import take_the_place
 from moetool.runtime.modules.moe import FusedExperts
 
@@ -80,8 +81,10 @@ class TakenApart(ConversionOps):
     ) -> dict[str, Any]:
         """Convert every tensor. Of one source and one target the result has the target's name."""
         alone = len(source_patterns) == len(target_patterns) == 1
-        found = {name: own[0] if isinstance(own, list) else own for name, own in input_dict.items()}
-        return {target_patterns[0] if alone else name: self._each(own, **options) for name, own in found.items()}
+        return {
+            target_patterns[0] if alone else name: self._each(only(found), **options)
+            for name, found in input_dict.items()
+        }
 
     @property
     def reverse_op(self) -> "TakenApart":
