@@ -1,9 +1,12 @@
 """Results of measurements: records that the command line shows field by field and `--json` prints (docs/json.md)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from moetool.architectures import Role
 from moetool.job.result import Inlined, Printed
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from moetool.runtime.synthesis import SynthesisChoice
 
 Matrix = Sequence[Sequence[float]]
+# Read back from what `--json` printed, which has null for an infinite one.
+Perplexity = Annotated[float, BeforeValidator(lambda told: math.inf if told is None else told)]
 KL_ROUNDING = 1e-6  # nats per token: what rounding in fp32 may make of the divergence of a model from itself
 NAT_UNIT = "thousandths of a nat per token"  # in which people are shown KL divergence and excess loss
 
@@ -56,7 +61,7 @@ class Divergence(Printed):
     """
 
     model: str
-    perplexity: float
+    perplexity: Perplexity
     nll: float
     excess: float
     excess_error: float | None
@@ -79,7 +84,7 @@ class TextLoss(Printed):
     """
 
     name: str
-    perplexity: float
+    perplexity: Perplexity
     nll: float
     windows: int
     tokens: int
@@ -175,7 +180,7 @@ class Evaluation(Printed):
 
     model: str
     data: str
-    perplexity: float
+    perplexity: Perplexity
     nll: float
     windows: int
     tokens: int

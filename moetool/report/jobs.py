@@ -13,6 +13,7 @@ from moetool.report.results import Report
 _JOURNAL = 0.1  # MB of scratch that a journal may take
 _JOBS = ("stage", "output", "runs", "time", "expected", "peak memory", "expected", "scratch", "expected")
 _PHASES = ("phase", "seconds", "expected", "peak memory", "scratch")
+_LOSSES = ("loss", "eval_loss")  # of a training
 
 
 def time_and_memory(report: Report) -> Section | None:
@@ -87,7 +88,7 @@ def training(report: Report) -> Section | None:
         return None
     charts, tables = [], []
     for run in runs:
-        points = [dict(_shown(run.stage, name, value) for name, value in point.items()) for point in run.curve]
+        points = _shown(run.curve)
         charts += list(curves(points))
         names = list(dict.fromkeys(name for point in points for name in point))
         rows = [tuple(number(point.get(name)) for name in names) for point in points]
@@ -97,10 +98,15 @@ def training(report: Report) -> Section | None:
     return Section(name="training", title="Training", charts=charts, tables=tables)
 
 
-def _shown(stage: str, name: str, value: float) -> tuple[str, float]:
-    """A number of a curve and its name; KL divergences in `NAT_UNIT`."""
-    is_divergence = name == "teacher_kl" or (stage == "repair" and name != "step")
-    return (f"{name}, {NAT_UNIT}", 1000 * value) if is_divergence else (name, value)
+def _shown(curve: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """A curve with KL divergences in `NAT_UNIT`: all of a repair's, which has no loss, or those from a teacher."""
+    is_repair = not any(name in point for point in curve for name in _LOSSES)
+
+    def shown(name: str, value: float) -> tuple[str, float]:
+        is_divergence = name == "teacher_kl" or (is_repair and name != "step")
+        return (f"{name}, {NAT_UNIT}", 1000 * value) if is_divergence else (name, value)
+
+    return [dict(shown(name, value) for name, value in point.items()) for point in curve]
 
 
 def curves(points: Sequence[Mapping[str, float]]) -> Iterator[Chart]:
@@ -112,7 +118,7 @@ def curves(points: Sequence[Mapping[str, float]]) -> Iterator[Chart]:
         return Lines(title=title, at=[point["step"] for point in kept], series=series, at_axis="step", axis=axis)
 
     there = dict.fromkeys(name for point in points for name in point if name != "step")
-    losses = [name for name in ("loss", "eval_loss") if name in there]
+    losses = [name for name in _LOSSES if name in there]
     if losses:
         yield lines("Loss", losses, "nats per token")
     for name in there:

@@ -117,7 +117,11 @@ def saved_evaluations(checkpoint: Checkpoint) -> tuple[list[Evaluation], list[st
     found, notes = list[Evaluation](), list[str]()
     for file in saved_beside(checkpoint.source):
         try:
-            models = _as(RecordedEvaluations, _read(file), file).models
+            content = _read(file)
+            if "models" not in content:  # of one model, by --output
+                notes.append(f"{file.name} is left out: it does not say on which weights eval measured it (--results).")
+                continue
+            models = _as(RecordedEvaluations, content, file).models
         except InvalidInputError as error:
             notes.append(f"Results of eval cannot be read: {error}")
             continue

@@ -94,7 +94,7 @@ def test_too_little_for_llama_cpp(run_cli: Any, mixtral: Path) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "says"),
-    [("1GB", "leaves nothing for weights"), ("4GB", "With fewer experts"), ("much", "is not a size")],
+    [("1GB", "leaves nothing for weights"), ("3GB", "With fewer experts"), ("much", "is not a size")],
 )
 def test_what_cannot_be(run_cli: Any, mixtral: Path, memory: str, says: str) -> None:
     result = run_cli("recommend", mixtral, "--memory", memory)

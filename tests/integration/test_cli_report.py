@@ -230,10 +230,14 @@ def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, ti
     shutil.rmtree(model)
     copy_of(models["hybrid"], model)
     (tmp_path / "small.eval-2.json").write_text("{")
+    named = tmp_path / "small.eval-3.json"
+    assert run_cli("eval", model, "--data", tiny_text, *WINDOWS, "--output", named).code == 0
     _, told = reported(run_cli, model, tmp_path / "a.html")
     assert "saved" not in told
     assert told["notes"][0].startswith("small.eval.json is left out")
     assert "small.eval-2.json is not valid JSON" in told["notes"][1]
+    assert told["notes"][2].startswith("small.eval-3.json is left out: it does not say on which weights")
+    assert len(reported(run_cli, model, tmp_path / "a.html", "--results", named)[0].rows(PERPLEXITY)) == 1
 
 
 def test_a_folder_in_which_nobody_may_write_stops_no_evaluation(run_cli, models, tiny_text, monkeypatch):

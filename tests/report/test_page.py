@@ -66,9 +66,10 @@ def test_curves_are_those_that_were_logged() -> None:
     assert found.rows("Jobs") == [["tune", "b", "1", "61 s", "–", "1.0 GB", "–", "–", "–"]]
 
 
-def test_curves_of_a_repair_are_divergences_in_thousandths() -> None:
+@pytest.mark.parametrize("stage", ["repair", "auto"])  # auto: what `compress --repair` prints
+def test_curves_of_a_repair_are_divergences_in_thousandths(stage: str) -> None:
     curve = [{"step": 0.0, "wiki": 0.0123}, {"step": 20.0, "wiki": 0.0045}]
-    run = RecordedRun(stage="repair", input="a", output="b", seconds=61, peak_memory_bytes=10**9, curve=curve)
+    run = RecordedRun(stage=stage, input="a", output="b", seconds=61, peak_memory_bytes=10**9, curve=curve)
     content = page(report(recorded=RecordedResults(runs=[run])))
     assert check_page(content).rows("Training: b") == [["0", "12.3"], ["20", "4.5"]]
     assert "wiki, thousandths of a nat per token" in content

@@ -1,6 +1,7 @@
 """What other commands had printed, read back."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from moetool.checkpoint.manifest import Manifest, Origin
 from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.sealed import write_sealed
+from moetool.cli.display import print_json
 from moetool.errors import InvalidInputError
+from moetool.measure.results import Evaluation, SynthesisResult, TextLoss
 from moetool.report.recorded import read_recorded, without_costs
 
 RUN = {"schema_version": 1, "stage": "tune", "input": "a", "output": "b", "seconds": 2.5, "peak_memory_bytes": 7}
@@ -23,6 +26,19 @@ def test_results_are_told_apart(tmp_path: Path) -> None:
     assert [(run.stage, run.seconds, run.curve) for run in found.runs] == [("tune", 2.5, [{"step": 1, "loss": 2}])]
     assert found.routings[0].data[0].shares == [[0.25, 0.75]]
     assert found.evaluations == []
+
+
+def test_an_infinite_perplexity_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a broken model; JSON has no number for it."""
+    synthesis = SynthesisResult(reason="", needed_bytes=0, free_bytes=0)
+    found = Evaluation(
+        model="m", protocol="perplexity", data="t", perplexity=math.inf, nll=800.0, windows=1, tokens=9,
+        sequence_length=9, begin=None, batch_rows=1, depends_on_batch=False, synthesized="load", synthesis=synthesis,
+        texts=[TextLoss(name="t", perplexity=math.inf, nll=800.0, windows=1, tokens=9)],
+    )  # fmt: skip
+    print_json(found.to_json())
+    (tmp_path / "eval.json").write_text(capsys.readouterr().out)
+    assert read_recorded(str(tmp_path / "eval.json")).evaluations == [found]
 
 
 def test_evaluations_of_several_models(tmp_path: Path) -> None:
