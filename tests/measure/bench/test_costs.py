@@ -125,7 +125,14 @@ def test_counted_nearly_as_a_family_with_states_runs(family: str) -> None:
     assert model_costs(model).decode_flops(11) == pytest.approx(counted_by_torch(model, 11)[1], rel=0.04)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_STATES])
+def test_counted_at_most_where_a_router_also_chooses_no_expert() -> None:
+    """A token may choose what gives back its inputs; as if it never did is what it costs at most."""
+    model = build("longcat_flash")
+    runs, counted = counted_by_torch(model, 11)[1], model_costs(model).decode_flops(11)
+    assert 0.5 * counted < runs <= counted
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*WITH_STATES, "longcat_flash")])
 def test_counted_as_a_family_runs(family: str) -> None:
     model = build(family)
     costs = model_costs(model)
