@@ -225,7 +225,12 @@ class Display(progress.Progress):
 def print_json(result: Mapping[str, Json]) -> None:
     """One JSON object on stdout, with the version of its fields (docs/json.md). NaN and infinity, which JSON does not
     know, are null."""
-    print(json.dumps(_finite({"schema_version": SCHEMA_VERSION, **result}), indent=2, allow_nan=False))
+    print(json.dumps(versioned(result), indent=2, allow_nan=False))
+
+
+def versioned(result: Mapping[str, Json]) -> Mapping[str, Json]:
+    """What is printed or written of a result: its fields, with their version, and null for NaN and infinity."""
+    return {"schema_version": SCHEMA_VERSION, **{name: _finite(value) for name, value in result.items()}}
 
 
 def _finite(value: Json) -> Json:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _LABELS = {  # of a plan's fields, where their names alone do not say it
     "scratch_bytes": "temporary files",
     "disk_bytes": "disk in all",
-    "bits_per_number": "bits per expert weight",
 }
 _FOR_ENGINES = ("gguf", "compressed-tensors")  # formats that code a compressed model's experts anew
 _WORTH = 0.75  # of the time: a faster way that is said to be there
@@ -47,7 +46,8 @@ def print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estim
         return format_bytes(value) + change if name.endswith("bytes") else f"{value:,}"
 
     texts = plan.get("texts")
-    said = {"texts", "added_as_published"}  # in the lines of `calibration` and of added parameters
+    # In the lines of `calibration`, of added parameters, and of bits per expert weight.
+    said = {"texts", "added_as_published", "bits_per_number"}
     if plan.get("original_bytes") == plan["input_bytes"]:
         said.add("original_bytes")
     fields = [

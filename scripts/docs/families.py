@@ -59,8 +59,8 @@ without matrices, which give back what they are given: these rows of it stay, an
 LongCat-Flash, transformers 5.24.0 wants matrices that no file has, and loads no published model; where moetool is
 imported it does. JetMoE's attention has experts, too, which stay as they are; `config.json` has one number for both, so
 that `reap` and its like are refused. The matrices of all experts of a DBRX layer lie below each other in one, in files.
-In memory the experts of both are in modules of the usual form, where moetool is imported; and DBRX has the rotary
-base of its `attn_config`, as it was trained: transformers 5.24.0 reads another entry, and takes its default.
+In memory DBRX's and JetMoE's experts are in modules of the usual form, where moetool is imported; and DBRX has the
+rotary base of its `attn_config`, as it was trained: transformers 5.24.0 reads another entry, and takes its default.
 
 Compressed, all run on the same kernels; every expert keeps its own biases. Where only gate and up or only down of a
 transposed layer is compressed, and where experts end in a norm, the layer runs without kernels.

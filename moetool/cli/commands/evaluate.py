@@ -12,7 +12,7 @@ from moetool.checkpoint.manifest import manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.cli import next_step
 from moetool.cli.command import option_of
-from moetool.cli.display import SCHEMA_VERSION, AsJson, LogJson, print_json, watched
+from moetool.cli.display import AsJson, LogJson, print_json, versioned, watched
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
 from moetool.errors import ResourceError, UsageError
@@ -120,4 +120,4 @@ def new_file(path: Path) -> Path:
 
 
 def _write(file: Path, result: Printed) -> None:
-    write_json(file, {"schema_version": SCHEMA_VERSION, **result.to_json()})
+    write_json(file, versioned(result.to_json()))

@@ -211,8 +211,12 @@ class MixingStage(Stage[MixingOptionsT]):
 
     def budget_details(self) -> Mapping[str, Json]:
         """Fields of `--dry-run` that say what the budget allows: the smallest size in bytes, and bits per number."""
-        bits = bits_left(self.source, min(self.target, self._choice.largest))
-        return {"smallest_possible_bytes": self.smallest, "bits_per_number": round(bits, 2)}
+        left = bits_left(self.source, min(self.target, self._choice.largest))
+        return {
+            "smallest_possible_bytes": self.smallest,
+            "bits_per_number": round(next(iter(self.average_bits.values())), 2),
+            "bits_per_expert_weight": round(left, 2),
+        }
 
     def _check_target(self) -> None:
         """Raise `UsageError` for a target that the smallest forms exceed, or that is no smaller than the original."""
