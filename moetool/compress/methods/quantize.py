@@ -165,9 +165,9 @@ class Quantize(MixingStage[QuantizeOptions]):
 
     @property
     def _wants_text(self) -> bool:
-        """Whether codes are the nearest ones for want of a text alone, and are so few that a text would tell."""
-        options = self.options
-        return options.calibration is None and options.rounding is None and options.bits in ("1", "2", "3", "4")
+        """Whether codes are the nearest ones because nobody has named a text, and are so few that one would tell."""
+        options, few = self.options, ("1", "2", "3", "4")
+        return not {"calibration", "rounding"} & options.model_fields_set and options.bits in few
 
     # A budget, or codes that are refined: everything is measured.
 
