@@ -64,6 +64,11 @@ def did_you_mean(said: str, known: Iterable[str]) -> str:
     return f" Did you mean {names[close[0]]}?" if close else ""
 
 
+def option_of(name: str) -> str:
+    """The option of the command line, as it is typed (`--group-size`), that sets a field (`group_size`) of options."""
+    return "--" + name.replace("_", "-")
+
+
 def in_one_line(error: BaseException, most: int) -> str:
     """A library's error message in one line of at most so many characters; the class's name if there is no message."""
     return " ".join(str(error).split())[:most] or type(error).__name__

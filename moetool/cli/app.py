@@ -17,10 +17,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moetool.cli.choosing import CHOICES, chosen, summary_of, typed_choice
-from moetool.cli.command import HintingCommand, command_of, from_record, option_of
+from moetool.cli.command import HintingCommand, command_of, from_record
 from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
-from moetool.errors import did_you_mean
+from moetool.errors import did_you_mean, option_of
 from moetool.stages import PLACES
 
 FILE = Path(__file__).with_name("options.json")

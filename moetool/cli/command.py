@@ -126,11 +126,6 @@ def quoted_choices(text: str) -> list[str]:
     return re.findall("'([^']*)'", text)
 
 
-def option_of(name: str) -> str:
-    """The option, as it is typed, of a parameter."""
-    return "--" + name.replace("_", "-")
-
-
 def command_of(
     name: str,
     function: Callable[..., None],

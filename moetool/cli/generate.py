@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
-from moetool.cli.command import HintingCommand, command_of, of_a_value, option_of, quoted_choices
-from moetool.errors import UsageError, did_you_mean, explained
+from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
+from moetool.errors import UsageError, did_you_mean, explained, option_of
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -13,7 +13,7 @@ from moetool.checkpoint.counting import parameter_counts
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.checkpoint.source import model_name
-from moetool.errors import MoetoolError, UsageError
+from moetool.errors import MoetoolError, UsageError, option_of
 from moetool.job.blueprint import open_for_planning
 from moetool.job.estimate import estimate
 from moetool.job.forecast import format_seconds
@@ -127,7 +127,13 @@ def recommend(model: str | Path, memory: int, engine: Engine) -> Recommendation:
 
 @dataclass(frozen=True)
 class _Job:
-    """A job as it would be typed, and what it takes."""
+    """A job that `recommend` may advise: its plan, and the options to type for it.
+
+    Attributes:
+        stage: name of the stage that does it.
+        checkpoint: the model, maybe known by its config alone.
+        typed: values of options by their fields, as they are typed.
+    """
 
     stage: str
     checkpoint: Checkpoint
@@ -135,7 +141,8 @@ class _Job:
 
     @property
     def words(self) -> tuple[str, ...]:
-        return tuple(word for name, value in self.typed.items() for word in (f"--{name.replace('_', '-')}", value))
+        """Its options and their values, as they are typed."""
+        return tuple(word for name, value in self.typed.items() for word in (option_of(name), value))
 
     @cached_property
     def options(self) -> RunOptions:
@@ -150,6 +157,7 @@ class _Job:
         return estimate(self.plan, self.options, Path()).seconds
 
     def typing(self, more: Mapping[str, str]) -> "_Job":
+        """The job with `more` options typed."""
         return replace(self, typed={**self.typed, **more})
 
 

@@ -20,7 +20,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local, model_name
-from moetool.errors import MoetoolError
+from moetool.errors import MoetoolError, option_of
 from moetool.format.marker import METHOD, moetool_entry
 from moetool.job.options import RunOptions, context_length
 from moetool.serving.filling import needs_decoding, served_layouts
@@ -171,11 +171,8 @@ def _title(manifest: Manifest) -> str:
     kind = (manifest.chosen or {}).get("type")
     if isinstance(kind, str):
         written = {own for said in manifest.layers.values() for own in _types_of(said).values()}
-        last += (
-            f" ({kind.upper()})"
-            if not written or kind.lower() in written
-            else f" (types chosen, as large as {kind.upper()})"
-        )
+        are_chosen = bool(written) and kind.lower() not in written
+        last += f" ({'types chosen, as large as ' if are_chosen else ''}{kind.upper()})"
     return f"{_code(_public_name(manifest.origins[-1].source))} {', '.join([*before, last])}"
 
 
@@ -188,12 +185,11 @@ def _step(origin: Origin) -> str:
 
 
 def _option(name: str, value: object) -> str:
-    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return option_of(name if value else f"no_{name}")
     if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
-        return f"--{flag} {','.join(map(str, value))}"
-    return f"--{flag} {value if isinstance(value, str | int | float) else json.dumps(value)}"
+        return f"{option_of(name)} {','.join(map(str, value))}"
+    return f"{option_of(name)} {value if isinstance(value, str | int | float) else json.dumps(value)}"
 
 
 def _experts(origins: Sequence[ExpertOrigin | None]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from moetool.calibration.mixing import MixedSources
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes
 from moetool.checkpoint.source import is_here
-from moetool.errors import UsageError
+from moetool.errors import UsageError, option_of
 from moetool.representations.quantized import ROW_BITS, WHOLE
 
 INCLUDED = ("attention", "embeddings")
@@ -55,7 +55,7 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _one_alternative(self) -> Self:
-        flags = {name: f"--{name.replace('_', '-')}" for name in self.alternatives}
+        flags = {name: option_of(name) for name in self.alternatives}
         given = [flag for name, flag in flags.items() if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give one of them.")

@@ -14,7 +14,7 @@ from moetool.checkpoint.manifest import Manifest, Origin, manifest_of, noted_in
 from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.convert.results import Activations
-from moetool.errors import InvalidInputError, UsageError
+from moetool.errors import InvalidInputError, UsageError, option_of
 from moetool.format.families import architecture_of, is_opaque
 from moetool.format.kinds import custom_module
 from moetool.format.marker import moetool_entry
@@ -282,12 +282,12 @@ def remaking(recipe: Mapping[str, object], source: str, output: str = "OUTPUT") 
         text = yaml.safe_dump({"command": command, **choice, "options": said}, sort_keys=False, allow_unicode=True)
         return Remaking(shlex.join([*words, "--preset", "preset.yaml"]), text)
     for name, value in said.items():
-        words += _option(name.replace("_", "-"), value)
+        words += _option(name, value)
     return Remaking(shlex.join(words), None)
 
 
-def _option(flag: str, value: object) -> list[str]:
+def _option(name: str, value: object) -> list[str]:
     """As words; nothing where nothing says what `null` and an empty list say."""
     if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [] if value is None or value == [] else [f"--{flag}", str(value)]
+        return [option_of(name if value else f"no_{name}")]
+    return [] if value is None or value == [] else [option_of(name), str(value)]

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.source import is_here, local_path
-from moetool.errors import UsageError
+from moetool.errors import UsageError, option_of
 from moetool.measure.options import GeneratingOptions
 
 # Options that say how moetool runs a model; llama.cpp runs GGUF files.
@@ -48,7 +48,8 @@ def check_options(model: str, file: Path | None, options: TalkOptions) -> None:
     """Raise `UsageError` if an option was given that only says how moetool runs a checkpoint, or llama.cpp a file."""
     given = options.model_fields_set
     if file is not None and (wrong := sorted(given & _OURS)):
-        flag = "--" + wrong[0].replace("_", "-")
-        raise UsageError(f"{flag} is for checkpoints: llama.cpp runs {file}, in the types that it is stored in.")
+        raise UsageError(
+            f"{option_of(wrong[0])} is for checkpoints: llama.cpp runs {file}, in the types that it is stored in."
+        )
     if file is None and "context" in given:
         raise UsageError(f"--context is for .gguf files: {model} is a checkpoint, whose memory grows with the text.")

@@ -11,11 +11,10 @@ from moetool.checkpoint.files import write_json
 from moetool.checkpoint.manifest import manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.cli import next_step
-from moetool.cli.command import option_of
 from moetool.cli.display import AsJson, LogJson, print_json, versioned, watched
 from moetool.cli.evaluations import print_evaluation, print_evaluations
 from moetool.cli.generate import build_options, builder, parameters_of
-from moetool.errors import ResourceError, UsageError
+from moetool.errors import ResourceError, UsageError, option_of
 from moetool.job.checks import output_directory, output_file
 from moetool.job.result import Json, Printed
 from moetool.measure.perplexity import EvaluationOptions
