@@ -62,7 +62,7 @@ class Repaired:
     steps: int
 
     def plan(self) -> Plan:
-        """Plan both from the headers of the model."""
+        """Plan the stage and the repair after it, from the headers of the model."""
         return self._joined(plan_stage(self.kind, self.source, self.options))
 
     def dry_run(self, output: str | Path, *, resume: bool = False, overwrite: bool = False) -> tuple[Plan, None]:

@@ -54,7 +54,7 @@ def stored(told: StoredExperts) -> Section:
 
 
 def _percentages(losses: Values) -> Values:
-    """Each loss in percent of their sum."""
+    """Estimated losses in percent of the sum of all that are known."""
     total = math.fsum(loss for loss in losses if loss is not None)
     return [None if loss is None else 100 * loss / total if total else 0.0 for loss in losses]
 

@@ -2,19 +2,17 @@
 there the matrices of all experts of a layer lie below each other, those of down turned round."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN, DbrxRotaryEmbedding, DbrxRouter
 
 from moetool.architectures import MoEShape
 from moetool.runtime.conversions import only
-from moetool.runtime.families import take_the_place
-from moetool.runtime.modules.moe import FusedExperts
+from moetool.runtime.families import fused_experts, take_the_place
 
 
 class DbrxOwnRotaryEmbedding(DbrxRotaryEmbedding):
@@ -28,7 +26,8 @@ class DbrxOwnRotaryEmbedding(DbrxRotaryEmbedding):
 
 
 class DbrxTopKRouter(DbrxRouter):
-    """As it was, but for what the block around it did: it also says which experts are chosen, with which weights."""
+    """DBRX's router, which also says which experts are chosen and with which weights: in transformers the block around
+    it does that."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -44,7 +43,7 @@ class DbrxTopKRouter(DbrxRouter):
 
 
 class DbrxFusedFFN(DbrxFFN):
-    """As it was, with all matrices of its experts in fused tensors."""
+    """DBRX's block of router and experts, with the matrices of all experts in fused tensors."""
 
     experts: Any
 
@@ -53,9 +52,7 @@ class DbrxFusedFFN(DbrxFFN):
         own, activation = config.ffn_config, self.experts.mlp.activation_fn
         shape = MoEShape(own.moe_num_experts, own.moe_top_k, own.hidden_size, own.ffn_hidden_size)
         self.router = DbrxTopKRouter(own)
-        self.experts = FusedExperts(SimpleNamespace(shape=shape, act_fn=activation))
-        for parameter in self.experts.parameters():
-            nn.init.normal_(parameter, std=config.initializer_range)
+        self.experts = fused_experts(shape, activation, config.initializer_range)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[batch, length, hidden]` → `[batch, length, hidden]`."""
@@ -88,19 +85,19 @@ class TakenApart(ConversionOps):
 
     @property
     def reverse_op(self) -> "TakenApart":
-        """What puts the matrices below each other again."""
+        """The conversion by which a model is saved: it puts matrices `[experts, rows, columns]` below each other."""
         return PutBelow(turned=self.turned)
 
 
 class PutBelow(TakenApart):
-    """The reverse of `TakenApart`."""
+    """Matrices `[experts, rows, columns]`, or turned round, → below each other `[experts · rows, columns]`."""
 
     def _each(self, tensor: Tensor, **options: Any) -> Tensor:
         return (tensor.transpose(1, 2) if self.turned else tensor).flatten(0, 1).contiguous()
 
     @property
     def reverse_op(self) -> TakenApart:
-        """What takes them apart."""
+        """The conversion by which files are loaded: it takes the matrices below each other apart."""
         return TakenApart(turned=self.turned)
 
 

@@ -3,7 +3,6 @@
 Files are read and written as before. Experts of attention stay as they are.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +12,11 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE, JetMoeTopKGating
 
 from moetool.architectures import MoEShape
-from moetool.runtime.families import take_the_place
-from moetool.runtime.modules.moe import FusedExperts
+from moetool.runtime.families import fused_experts, take_the_place
 
 
 class JetMoeTopKRouter(JetMoeTopKGating):
-    """As it was, but for the order of what it gives."""
+    """JetMoE's router, which gives logits, weights and experts of each token in the order of other families."""
 
     layer: nn.Linear
 
@@ -31,7 +29,7 @@ class JetMoeTopKRouter(JetMoeTopKGating):
 
 
 class JetMoeFusedMoE(JetMoeMoE):
-    """As it was, with all matrices of its experts in a module that they have to themselves."""
+    """JetMoE's block of router and experts, with the matrices of all experts in a module of the usual form."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -39,9 +37,7 @@ class JetMoeFusedMoE(JetMoeMoE):
         shape = MoEShape(
             config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size
         )
-        self.experts = FusedExperts(SimpleNamespace(shape=shape, act_fn=self.activation))
-        for parameter in self.experts.parameters():
-            nn.init.normal_(parameter, std=config.initializer_range)
+        self.experts = fused_experts(shape, self.activation, config.initializer_range)
         self.router = JetMoeTopKRouter(shape.hidden, shape.experts, shape.top_k)
 
     def forward(self, layer_input: Tensor) -> Tensor:

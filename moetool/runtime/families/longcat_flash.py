@@ -9,8 +9,11 @@ from moetool.runtime.families import take_the_place
 
 
 class ExpertsWithMatrices(LongcatFlashExperts):
-    """As in the published files: transformers 5.24.0 wants gate and up of those that give back their inputs, too, which
-    it does not use, and so does not load any of these models."""
+    """LongCat-Flash's experts as published files have them.
+
+    transformers 5.24.0 wants gate and up of those that give back their inputs, too, which it does not use, and so does
+    not load any of these models.
+    """
 
     gate_up_proj: nn.Parameter | None
 
