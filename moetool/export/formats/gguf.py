@@ -45,7 +45,7 @@ from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
 from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
-from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType, StoredType
+from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType
 from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
@@ -131,7 +131,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     @cached_property
     def _head_bytes(self) -> int:
         """Bytes of the file before its first tensor: metadata and the list of tensors."""
-        return head_bytes(self._metadata(self._common), self._tensors)
+        return head_bytes(self._metadata(), self._tensors)
 
     @property
     def _most_around(self) -> int:
@@ -316,10 +316,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             ]
             for _, unit in self._units()
         ]
-        numbers = Counter[StoredType]()
-        for tensor in self._tensors:
-            numbers[tensor.type] += tensor.numbers
-        writer = self._metadata(numbers.most_common(1)[0][0])
+        writer = self._metadata()
 
         def note(number: int, digest: str) -> None:
             spent = [] if coded is None else coded.spent(layer_of(units[number][0].name))
@@ -338,13 +335,13 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         for layer, unit in groupby(self._tensors, key=lambda tensor: layer_of(tensor.name)):
             yield layer, list(unit)
 
-    def _metadata(self, number: StoredType) -> "GGUFWriter":
-        """The library's writer with all that the file says of the model, as a file of mostly that type."""
+    def _metadata(self) -> "GGUFWriter":
+        """The library's writer with all that the file says of the model."""
         library, source = gguf_library(), self.source
         writer = library.GGUFWriter(None, source.family.architecture)
         name = source.checkpoint.path.resolve().name
         writer.add_name(name if self._tokenizer is None else self._tokenizer.name_of(name))
-        writer.add_file_type(library.LlamaFileType[file_type(number)])
+        writer.add_file_type(library.LlamaFileType[file_type(self._tensors)])
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
         describe_model(writer, source)
         if self._tokenizer is None:

@@ -1,10 +1,13 @@
 """Metadata of a GGUF file that describe its model: sizes, attention, rotary embeddings, windows, experts."""
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from moetool.export.gguf.facts import LINEAR
+from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, long_rope_strength, stretch
 from moetool.format.gguf.blocks import MXFP4, StoredType
@@ -205,7 +208,11 @@ def _describe_feed_forward(writer: "GGUFWriter", source: GgufSource) -> None:
             writer.add_uint32(f"{start}.{own}", number)
 
 
-def file_type(number: StoredType) -> str:
-    """The name that llama.cpp has for a file of mostly this type."""
+def file_type(tensors: Iterable[GgufTensor]) -> str:
+    """The name that llama.cpp has for a file in the type that most numbers of its tensors have."""
+    counted = Counter[StoredType]()
+    for tensor in tensors:
+        counted[tensor.type] += tensor.numbers
+    [(number, _)] = counted.most_common(1)
     sizes = {"q3_k": "_S", "q4_k": "_S", "q5_k": "_S", MXFP4: "_MOE"}
     return "ALL_F32" if number == "f32" else f"MOSTLY_{number.upper()}{sizes.get(number, '')}"
