@@ -75,7 +75,10 @@ def rows_served(bits: int) -> int:
 def unpack_rows(packed: Tensor, bits: int, shape: tuple[int, int], rows: Tensor) -> Tensor:
     """Codes `[n, columns]` uint8 of the `rows` `[n]` int64 of a matrix of that `shape`, whose rows are a multiple of
     `rows_served(bits)`."""
-    lines, found = packed.view(-1, shape[1]), torch.zeros(len(rows), shape[1], dtype=torch.uint8, device=packed.device)
+    lines = packed.view(-1, shape[1])
+    if bits == 8:
+        return lines.index_select(0, rows)
+    found = torch.zeros(len(rows), shape[1], dtype=torch.uint8, device=packed.device)
     for first, length, low, width in _lines(bits, shape[0]):
         shift = (rows // length * width).to(torch.uint8).unsqueeze(1)
         found |= (lines.index_select(0, first + rows % length) >> shift & (1 << width) - 1) << low
@@ -93,7 +96,10 @@ def unpack_span(read: Callable[[int, int], Tensor], bits: int, shape: tuple[int,
         start: first row.
         stop: row after the last.
     """
-    columns, found = shape[1], torch.zeros(stop - start, shape[1], dtype=torch.uint8)
+    columns, count = shape[1], stop - start
+    if bits == 8:
+        return read(start * columns, count * columns).view(count, columns)
+    found = torch.zeros(count, columns, dtype=torch.uint8)
     for first, length, low, width in _lines(bits, shape[0]):
         for stripe in range(start // length, -(-stop // length)):
             own = range(max(start, stripe * length), min(stop, (stripe + 1) * length))
