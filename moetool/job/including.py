@@ -25,6 +25,7 @@ from moetool.format.beside import (
 from moetool.format.kinds.base import PLACEHOLDER
 from moetool.job.job import Input, Job, Source, to_cpu
 from moetool.job.options import INCLUDED, IncludeOptions, KeepOptions, Options, bits_of_included
+from moetool.kernels.operands import MOST_NUMBERS
 from moetool.numerics.packing import pack, rows_served, unpack
 from moetool.representations.measured import NOTHING, Measured
 from moetool.representations.quantized import ROW_BITS, WHOLE, QuantizedMatrix
@@ -33,7 +34,6 @@ _MUCH = 0.03  # share of a result
 FEW_BITS = 3.0  # for each number of an expert: with fewer, 8 bits for all else lose less than they leave to the experts
 # Bits of all else, and the bits for each number of an expert that these have to leave, or fewer lose less.
 _LEAST_LEFT = {8: 1.75, 6: 1.0, 5: 0.0}
-_LARGEST = 1 << 28  # numbers of a matrix that kernels of cards take in one piece
 _BLOCK = 4 << 20  # numbers of a matrix that are read at a time
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -156,7 +156,7 @@ def _form(shape: tuple[int, int], bits: int) -> QuantizedMatrix:
     Of more bits if rows cannot share bytes, or are too many for kernels of cards to take together."""
     own = [more for more in ROW_BITS if more >= bits]
     fitting = next(
-        more for more in own if more == WHOLE or (shape[0] % rows_served(more) == 0 and math.prod(shape) < _LARGEST)
+        more for more in own if more == WHOLE or (shape[0] % rows_served(more) == 0 and math.prod(shape) < MOST_NUMBERS)
     )
     try:
         return QuantizedMatrix(fitting, GROUP).fitted(shape)

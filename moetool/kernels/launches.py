@@ -17,6 +17,7 @@ from moetool.kernels.operands import (
     ADDED,
     FIELDS,
     FORMS,
+    MOST_NUMBERS,
     OPERANDS,
     TERMS,
     UnsupportedMatrixError,
@@ -30,7 +31,6 @@ from moetool.representations.operand import Operand, Products, by_positions
 SLOTS = OPERANDS * TERMS
 COLUMNS, COLUMNS_TRANSPOSED = 128, 32  # of a tile: what a kernel reads at a time
 _LEVELS = FIELDS - 3  # where levels stand in a row, and the first values of rows of a sparse matrix
-_MOST = 1 << 28  # numbers of a matrix: kernels count bits in 32 bits
 
 
 @dataclass(frozen=True, order=True)
@@ -134,8 +134,10 @@ def kind(operand: Operand) -> OperandKind:
         UnsupportedMatrixError: no kernel is.
     """
     form, rows, columns, group, transposed, data, _, numbers, *_ = operand_row(operand)
-    if rows * columns >= _MOST:
-        raise UnsupportedMatrixError(f"a matrix has {rows} × {columns} numbers; kernels of cards know up to {_MOST}")
+    if rows * columns >= MOST_NUMBERS:
+        raise UnsupportedMatrixError(
+            f"a matrix has {rows} × {columns} numbers; kernels of cards know up to {MOST_NUMBERS}"
+        )
     if form == FORMS["sparse"]:
         if transposed:
             raise UnsupportedMatrixError("a sparse matrix is transposed")

@@ -18,6 +18,7 @@ TRELLIS = {1: 14, 2: 15, 3: 16, 4: 17}
 FORMS = {"nf4": 11, "int8": 12, "sparse": 13}
 ADDED = 18  # and the next ones: forms that are files of their own
 _LEVELS = 16
+MOST_NUMBERS = 1 << 28  # of a matrix that kernels of cards take, which count bits in 32 bits
 
 
 class UnsupportedMatrixError(ValueError):

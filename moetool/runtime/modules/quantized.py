@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moetool.format.kinds.base import PLACEHOLDER
-from moetool.kernels.operands import UnsupportedMatrixError
+from moetool.kernels.operands import MOST_NUMBERS, UnsupportedMatrixError
 from moetool.kernels.products import linear, problem, routed
 from moetool.kernels.table import Table
 from moetool.representations.quantized import WHOLE, QuantizedWeight
@@ -21,7 +21,7 @@ from moetool.runtime.modules.offloading import is_fetched, loaded
 if TYPE_CHECKING:
     pass
 
-_MOST = 1 << 27  # numbers in a table: kernels of cards know matrices up to twice that, and heads are larger
+_MOST = MOST_NUMBERS // 2  # in a table: heads are larger
 
 
 class QuantizedModule(nn.Module, ABC):
