@@ -44,17 +44,17 @@ class Attending {
   void plan(const SelfAttention& own, const uint16_t* input, const Cache& cache) {
     s = own, to = cache;
     const long width = s.width, all = s.heads * width;
-    x.resize(s.query.columns);
+    x.resize(s.query.matrix.columns);
     projected.resize((s.heads + 2 * s.keys) * width);
     attended.resize(all);
     mixed.resize(all);
     tasks.clear();
-    widen(input, 0, s.query.columns, x.data());
+    widen(input, 0, s.query.matrix.columns, x.data());
     uint16_t* places[] = {projected.data(), projected.data() + all, projected.data() + all + s.keys * width};
     const Projection* projections[] = {&s.query, &s.key, &s.value};
     for (int p = 0; p < 3; p++)
-      for (long begin = 0, step = piece(*projections[p]); begin < projections[p]->rows; begin += step)
-        tasks.push_back({projections[p], begin, std::min((long)projections[p]->rows, begin + step), places[p]});
+      for (long begin = 0, end = calls(*projections[p]), step = piece(*projections[p]); begin < end; begin += step)
+        tasks.push_back({projections[p], begin, std::min(end, begin + step), places[p]});
     const Cached key{(const uint8_t*)to.keys, 0, to.room * width, width};
     const Cached value{(const uint8_t*)to.values, 0, to.room * width, width};
     attention = {BF16, 1, s.keys, s.heads / s.keys, to.length + 1, width, width, (const uint8_t*)places[0],
@@ -62,7 +62,7 @@ class Attending {
   }
   // y [out rows]; of every thread.
   void share(const uint16_t* cosine, const uint16_t* sine, uint16_t* y) {
-    const long width = s.width, each = s.heads / s.keys * width, step = piece(s.out);
+    const long width = s.width, each = s.heads / s.keys * width, step = piece(s.out), end = calls(s.out);
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < (long)tasks.size(); i++) project(*tasks[i].projection, tasks[i].begin, tasks[i].end, x.data(), tasks[i].y);
 #pragma omp for
@@ -84,8 +84,7 @@ class Attending {
       widen(attended.data(), i * each, (i + 1) * each, mixed.data());
     }
 #pragma omp for schedule(dynamic)
-    for (long begin = 0; begin < s.out.rows; begin += step)
-      project(s.out, begin, std::min((long)s.out.rows, begin + step), mixed.data(), y);
+    for (long begin = 0; begin < end; begin += step) project(s.out, begin, std::min(end, begin + step), mixed.data(), y);
   }
 
  private:
@@ -112,12 +111,12 @@ struct Layer {
   SelfAttention attention;
   const uint16_t *before, *after;  // weights of the norms, [hidden], a multiple of W
   float before_epsilon, after_epsilon;
-  Projection router;               // [experts, hidden]; no matrix if there is none
+  Projection router;               // [experts, hidden] in bf16; of the form NONE if there is none
   int64_t chosen, normalizes;      // experts of a token, and whether their weights add up to 1
 };
 // The largest logits, of equal ones the first, and their shares of all.
 static void choose(const Layer& layer, const uint16_t* logits, int64_t* experts, float* weights) {
-  const long count = layer.router.rows;
+  const long count = layer.router.matrix.rows;
   std::vector<float> values(count);
   widen(logits, 0, count, values.data());
   float most = -INFINITY, all = 0, sum = 0;
@@ -138,11 +137,11 @@ extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_
   static thread_local struct { Attending attending; std::vector<float> normed; std::vector<uint16_t> logits; } kept;
   auto& rooms = kept;
   const Layer& layer = *own;
-  const long hidden = layer.attention.query.columns;
+  const long hidden = layer.attention.query.matrix.columns;
   norm(x, layer.before, hidden, layer.before_epsilon, normed);
   rooms.attending.plan(layer.attention, normed, {keys, values, room, length});
   rooms.normed.resize(hidden);
-  rooms.logits.resize(layer.router.rows);
+  rooms.logits.resize(layer.router.matrix.rows);
 #pragma omp parallel num_threads(threads)
   {
     rooms.attending.share(cosine, sine, stream);
@@ -153,8 +152,8 @@ extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_
       widen(normed, 0, hidden, rooms.normed.data());
     }
 #pragma omp for
-    for (long begin = 0; begin < layer.router.rows; begin += W)
-      project(layer.router, begin, std::min((long)layer.router.rows, begin + W), rooms.normed.data(), rooms.logits.data());
+    for (long begin = 0; begin < calls(layer.router); begin += W)
+      project(layer.router, begin, std::min(calls(layer.router), begin + W), rooms.normed.data(), rooms.logits.data());
   }
-  if (layer.router.matrix) choose(layer, rooms.logits.data(), experts, weights);
+  if (layer.router.matrix.form) choose(layer, rooms.logits.data(), experts, weights);
 }

@@ -9,7 +9,7 @@ extern "C" void moetool_vector(const uint16_t* matrix, const uint8_t* bias, long
   kept.resize(columns);
   float* input = kept.data();  // other threads have none of what is this one's own
   for (long i = 0; i < columns; i++) input[i] = number(x, BF16, i);
-  const Projection own{(const uint8_t*)matrix, bias, rows, columns, nullptr, 0};
+  const Projection own{Operand{BF16, rows, columns, 1, 0, (const uint8_t*)matrix}, bias};
   const long step = piece(own);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (long begin = 0; begin < rows; begin += step) project(own, begin, std::min(rows, begin + step), input, y);

@@ -1,5 +1,5 @@
-// The product of one token with a matrix in bf16 or in codes of 8 bits, on a CPU: rows are read one after the other, as fast
-// as memory gives them.
+// The product of one token with a matrix in bf16 or in codes of 5, 6 or 8 bits, on a CPU: rows are read one after the other,
+// as fast as memory gives them.
 // Sums are fp32 and come in the same order whatever the number of threads.
 #pragma once
 #include "matrices.h"
@@ -19,44 +19,73 @@ static inline float dot(const uint16_t* row, const float* x, long columns) {
   for (; i < columns; i++) sum += number((const uint8_t*)row, BF16, i) * x[i];
   return sum;
 }
-// The same of codes, whose level is code − 127, with a scale in bf16 for every `group` of a row: a multiple of W.
-static inline float dot_codes(const uint8_t* codes, const uint16_t* scales, long group, const float* x, long columns) {
-  vf sum{};
-  for (long begin = 0; begin < columns; begin += group) {
-    vf parts[2] = {};
-    long i = begin;
-    for (; i + 2 * W <= begin + group; i += 2 * W)
+// Rows of a matrix in codes of 5, 6 or 8 bits by x: sums[j] is the row row_of(q, j)'s. A group is a multiple of W.
+template <Form F> static inline void dots(const Operand& m, long q, const float* x, float* sums) {
+  constexpr int P = served(F), STREAMS = P == 1 ? 2 : 1;
+  const long groups = m.columns / m.group;
+  vf all[P] = {};
+  for (long g = 0; g < groups; g++) {
+    vf parts[STREAMS][P] = {};
+    const auto add = [&](long i, int s) {
+      vf row[P];
+      decode<F>(m, vf{}, q, i, row);
+#pragma GCC unroll 4
+      for (int j = 0; j < P; j++) parts[s][j] += row[j] * load(x + i);
+    };
+    long i = g * m.group;
+    const long end = i + m.group;
+    for (; i + STREAMS * W <= end; i += STREAMS * W)
 #pragma GCC unroll 2
-      for (int s = 0; s < 2; s++) parts[s] += to_float(bytes(codes + i + s * W) - 127) * load(x + i + s * W);
-    for (; i < begin + group; i += W) parts[0] += to_float(bytes(codes + i) - 127) * load(x + i);
-    sum += (parts[0] + parts[1]) * number((const uint8_t*)scales, BF16, begin / group);
+      for (int s = 0; s < STREAMS; s++) add(i + s * W, s);
+    for (; i < end; i += W) add(i, 0);
+#pragma GCC unroll 4
+    for (int j = 0; j < P; j++)
+      all[j] += (STREAMS == 2 ? parts[0][j] + parts[STREAMS - 1][j] : parts[0][j]) * scale(m, row_of<F>(m, q, j) * groups + g);
   }
-  return total(sum);
+#pragma GCC unroll 4
+  for (int j = 0; j < P; j++) sums[j] = total(all[j]);
+}
+template <> inline void dots<BF16>(const Operand& m, long q, const float* x, float* sums) {
+  *sums = dot((const uint16_t*)m.data + q * m.columns, x, m.columns);
 }
 struct Projection {
-  const uint8_t* matrix;   // [rows, columns] in bf16, or codes
-  const uint8_t* bias;     // [rows], or null
-  int64_t rows, columns;
-  const uint16_t* scales;  // of codes, [rows, columns / group]; or null
-  int64_t group;
+  Operand matrix;       // in bf16, or in codes of 5, 6 or 8 bits; none if its form is NONE
+  const uint8_t* bias;  // [rows] in bf16, or null
 };
-static inline float dot(const Projection& p, long row, const float* x) {
-  if (p.scales) return dot_codes(p.matrix + row * p.columns, p.scales + row * (p.columns / p.group), p.group, x, p.columns);
-  return dot((const uint16_t*)p.matrix + row * p.columns, x, p.columns);
+#define PROJECTED(each) each(BF16) each(CODES5) each(CODES6) each(CODES8)
+// Calls of `project` that are for all rows.
+static inline long calls(const Projection& p) {
+#define EACH(F) case F: return calls<F>(p.matrix);
+  switch (p.matrix.form) { PROJECTED(EACH) }
+#undef EACH
+  return 0;
 }
-// Rows that are one thread's task.
-static inline long piece(const Projection& p) { return std::max(1L, PIECE / std::max(1L, (long)p.columns) / W) * W; }
-// y[begin to end] = M · x + bias, rounded once.
-static void project(const Projection& p, long begin, long end, const float* x, uint16_t* y) {
+// Calls that are one thread's task.
+static inline long piece(const Projection& p) {
+  const Operand& m = p.matrix;
+  return std::max(1L, PIECE * calls(p) / std::max(1L, (long)(m.rows * m.columns)) / W) * W;
+}
+// y = M · x + bias, rounded once, of the rows that the calls `begin` to `end` are for.
+template <Form F> static void project(const Projection& p, long begin, long end, const float* x, uint16_t* y) {
+  constexpr int P = served(F);
+  const Operand& m = p.matrix;
   for (long first = begin; first < end; first += W) {
     const long count = std::min(W, end - first);
-    float sums[W] = {};
+    float sums[P][W] = {};
     for (long r = 0; r < count; r++) {
-      sums[r] = dot(p, first + r, x);
-      if (p.bias) sums[r] += number(p.bias, BF16, first + r);
+      float own[P];
+      dots<F>(m, first + r, x, own);
+      for (int j = 0; j < P; j++) sums[j][r] = own[j] + (p.bias ? number(p.bias, BF16, row_of<F>(m, first + r, j)) : 0);
     }
-    uint16_t rounded[W];
-    store_bf16(rounded, load(sums));
-    memcpy(y + first, rounded, 2 * count);
+    for (int j = 0; j < P; j++) {
+      uint16_t rounded[W];
+      store_bf16(rounded, load(sums[j]));
+      for (long r = 0; r < count; r++) y[row_of<F>(m, first + r, j)] = rounded[r];
+    }
   }
+}
+static void project(const Projection& p, long begin, long end, const float* x, uint16_t* y) {
+#define EACH(F) case F: return project<F>(p, begin, end, x, y);
+  switch (p.matrix.form) { PROJECTED(EACH) }
+#undef EACH
 }

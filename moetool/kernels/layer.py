@@ -17,6 +17,7 @@ from moetool.kernels.self_attention import (
     SelfAttention,
     SelfAttentionStruct,
 )
+from moetool.representations.operand import numbers
 
 
 class _Layer(ctypes.Structure):
@@ -75,7 +76,7 @@ class TokenLayer:
     ) -> None:
         """Note where everything lies; `before` and `after` are the norms before and after attention."""
         self._routing = routing
-        router = Projection() if routing is None else Projected(routing.matrix, None).structure()
+        router = Projection() if routing is None else Projected(numbers(routing.matrix), None).structure()
         self._own = _Layer(
             attention.structure,
             before.weight.data_ptr(),

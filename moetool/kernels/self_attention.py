@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from moetool.compiled.compiler import library, threads
+from moetool.kernels.operands import FIELDS, operand_row
+from moetool.representations.operand import Operand
 
 _MORE = 256  # tokens that a cache has room for when it grows, or half of those it holds
 
@@ -16,14 +18,7 @@ _MORE = 256  # tokens that a cache has room for when it grows, or half of those 
 class Projection(ctypes.Structure):
     """As vector.h has it."""
 
-    _fields_ = (
-        ("matrix", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("scales", ctypes.c_void_p),
-        ("group", ctypes.c_int64),
-    )
+    _fields_ = (("matrix", FIELDS * ctypes.c_int64), ("bias", ctypes.c_void_p))
 
 
 class SelfAttentionStruct(ctypes.Structure):
@@ -77,21 +72,18 @@ class Projected:
     """A linear layer.
 
     Attributes:
-        matrix: [out, in] in bf16, or codes of 8 bits (uint8), whose level is code − 127.
+        matrix: [out, in] of numbers in bf16, or of codes of 5, 6 or 8 bits, of which bytes serve whole rows, with
+            scales in bf16 for groups of a multiple of 16.
         bias: [out] in bf16.
-        scales: [out, in / group] in bf16, of codes; a group is a multiple of 16.
     """
 
-    matrix: Tensor
+    matrix: Operand
     bias: Tensor | None
-    scales: Tensor | None = None
 
     def structure(self) -> Projection:
         """The struct of vector.h. Valid as long as the tensors are where they are."""
-        scales, (rows, columns) = self.scales, self.matrix.shape
-        addresses = [None if own is None else own.data_ptr() for own in (self.matrix, self.bias, scales)]
-        group = 0 if scales is None else columns // scales.shape[1]
-        return Projection(addresses[0], addresses[1], rows, columns, addresses[2], group)
+        row = (FIELDS * ctypes.c_int64)(*operand_row(self.matrix))
+        return Projection(row, None if self.bias is None else self.bias.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -124,8 +116,8 @@ class SelfAttention:
         self._own = SelfAttentionStruct(
             *(own.structure() for own in projections),
             *([None, None] if norms is None else [norm.weight.data_ptr() for norm in norms]),
-            query.matrix.shape[0] // width,
-            key.matrix.shape[0] // width,
+            query.matrix.outputs // width,
+            key.matrix.outputs // width,
             width,
             *([0.0, 0.0] if norms is None else [norm.epsilon for norm in norms]),
             scale,
@@ -140,7 +132,7 @@ class SelfAttention:
     def __call__(self, hidden: Tensor, cosine: Tensor, sine: Tensor, room: CacheRoom) -> Tensor:
         """`[1, 1, hidden]` → `[1, 1, out]`, where the token's rotation is `[1, 1, width]` each; all in bf16 and
         contiguous. Its key and its value are written into the `room`, which has some."""
-        output = hidden.new_empty(1, 1, self._out.matrix.shape[0])
+        output = hidden.new_empty(1, 1, self._out.matrix.outputs)
         _kernel()(
             self._address,
             hidden.data_ptr(),

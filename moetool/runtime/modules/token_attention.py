@@ -13,6 +13,9 @@ from moetool.compiled.compiler import problem
 from moetool.kernels.held import Held
 from moetool.kernels.self_attention import CacheRoom, Projected, RootMeanSquare, SelfAttention, rotates
 from moetool.kernels.vector import LANES
+from moetool.numerics.packing import rows_served
+from moetool.numerics.quantization import is_whole
+from moetool.representations.operand import numbers
 from moetool.runtime.attention import MOETOOL_ATTENTION
 from moetool.runtime.cache_name import cache_in
 from moetool.runtime.modules.known import InFront, in_front_of, is_watched, says
@@ -165,10 +168,10 @@ class TokenAttention(InFront):
         if not fits:
             return None
         query, key, value, out = projections
-        rows, count = query.matrix.shape[0], key.matrix.shape[0]
-        if rows % self.head_dim or count % self.head_dim or rows % count or out.matrix.shape[1] != rows:
+        rows, count = query.matrix.outputs, key.matrix.outputs
+        if rows % self.head_dim or count % self.head_dim or rows % count or out.matrix.inputs != rows:
             return None
-        if not query.matrix.shape[1] == key.matrix.shape[1] == value.matrix.shape[1] or value.matrix.shape[0] != count:
+        if not query.matrix.inputs == key.matrix.inputs == value.matrix.inputs or value.matrix.outputs != count:
             return None
         both = [RootMeanSquare(norm.weight, norm.variance_epsilon) for norm in norms]
         return SelfAttention(
@@ -195,22 +198,24 @@ _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 def _projected(part: Any) -> Projected | None:
     """A part of attention as a linear layer that the kernel knows; None if it is none."""
     if type(part) is TokenLinear:
-        return Projected(part.weight, part.bias)
+        return Projected(numbers(part.weight), part.bias)
     if type(part) is not QuantizedLinear:
         return None
-    stored, bias = part.stored, part.bias
-    (rows, columns), scales = stored.shape, stored.scales.detach()
+    matrix, scales, bias = part.stored.operand(), part.stored.scales, part.bias
     fits = (
-        stored.bits == 8
-        and stored.codes.device.type == scales.device.type == "cpu"
+        matrix.kind == "codes"
+        and is_whole(matrix.bits)
+        and matrix.outputs % rows_served(matrix.bits) == 0
+        and matrix.data.device.type == scales.device.type == "cpu"
         and scales.dtype == torch.bfloat16
+        and matrix.data.is_contiguous()
         and scales.is_contiguous()
         and (bias is None or (bias.dtype == torch.bfloat16 and bias.device.type == "cpu" and bias.is_contiguous()))
-        and not is_fetched(stored)
-        and columns % scales.shape[1] == 0
-        and columns // scales.shape[1] % LANES == 0
+        and not is_fetched(part.stored)
+        and matrix.inputs % matrix.group == 0
+        and matrix.group % LANES == 0
     )
-    return Projected(stored.codes.view(rows, columns), bias, scales) if fits else None
+    return Projected(matrix, bias) if fits else None
 
 
 def _room(layer: DynamicLayer, heads: int, width: int) -> CacheRoom | None:

@@ -113,12 +113,12 @@ def test_replaced_tensors_and_modules(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def in_codes(model: PreTrainedModel, group: int) -> PreTrainedModel:
-    """Its attention in 8 bits, as `--include attention` stores it."""
+def in_codes(model: PreTrainedModel, group: int, bits: int = 8) -> PreTrainedModel:
+    """Its attention in few bits, as `--include attention` stores it."""
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             matrix = getattr(layer.self_attn, name).weight
-            form = QuantizedMatrix(8, group)
+            form = QuantizedMatrix(bits, group)
             stored = form.build((matrix.shape[0], matrix.shape[1]), matrix.dtype, matrix.device)
             for own, tensor in form.encode(matrix.float(), matrix.dtype).items():
                 getattr(stored, own).copy_(tensor.view(getattr(stored, own).shape))
@@ -128,9 +128,9 @@ def in_codes(model: PreTrainedModel, group: int) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("group", [16, 32])
-def test_attention_in_8_bits(group: int, model: PreTrainedModel, counted: list[int]) -> None:
-    plain = in_codes(model, group)
+@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 32), (6, 32), (5, 16)])
+def test_attention_in_codes(bits: int, group: int, model: PreTrainedModel, counted: list[int]) -> None:
+    plain = in_codes(model, group, bits)
     model = copy.deepcopy(plain)
     attend_in_one_call(model)
     expected = follow(plain)
