@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
 from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained, option_of
+from moetool.job.options import joined
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -112,7 +113,7 @@ def _group(model: type[BaseModel], name: str) -> str | None:
 def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     flag = option_of(name)
     written = next((_WRITTEN[rule] for rule in _rules(field) if rule in _WRITTEN), None)
-    is_size, kind = written == "<size>", _plain_type(field.annotation) if written is None else str
+    is_size, kind = written == "<size>", _plain_type(field) if written is None else str
     description = field.description or ""
     if re.search(r"\[(default|required)", description):
         pass  # it is said already, with more to it
@@ -141,13 +142,18 @@ def _rules(field: FieldInfo) -> list[object]:
     return [getattr(rule, "func", None) for rule in (*field.metadata, *of_kinds)]
 
 
-def _plain_type(annotation: Any) -> Any:
-    """The type a command line can read: `int | None` → `int`; sizes and anything unusual → `str`."""
+def _plain_type(field: FieldInfo) -> Any:
+    """The type a command line can read: `int | None` → `int`; lists, also those that are one text with commas, →
+    `list[str]`; sizes and anything unusual → `str`."""
+    annotation: Any = field.annotation
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    if get_origin(annotation) is tuple:
+    if joined in _rules(field):
         return list[str]
-    if get_origin(annotation) is Annotated or annotation not in (int, float, bool, str):
+    is_annotated = get_origin(annotation) is Annotated
+    if get_origin(get_args(annotation)[0] if is_annotated else annotation) is tuple:
+        return list[str]
+    if is_annotated or annotation not in (int, float, bool, str):
         return annotation if get_origin(annotation) is Literal else str
     return annotation
 
@@ -171,7 +177,7 @@ def build_options(
 
     for name, value in given.items():
         field = model.model_fields.get(name)
-        if isinstance(value, bool) and field is not None and _plain_type(field.annotation) is not bool:
+        if isinstance(value, bool) and field is not None and _plain_type(field) is not bool:
             # pydantic would take it for 1 or 0
             flag = place(name) + option_of(name)
             raise UsageError(f"{flag} {str(value).lower()}: it takes a value, not true or false")

@@ -81,7 +81,9 @@ def _own(options: CompareOptions, named: Mapping[str, object]) -> dict[str, dict
         if name not in named:
             raise UsageError(f"--option {said}: --methods has {', '.join(named) or 'none'}.{did_you_mean(name, named)}")
         try:
-            found[name][option.replace("-", "_")] = yaml.safe_load(value)  # as a preset would have it
+            read = yaml.safe_load(value)  # as a preset would have it
         except yaml.YAMLError as error:
             raise UsageError(f"--option {said}: the value is not valid YAML.") from error
+        if found[name].setdefault(option.replace("-", "_"), read) != read:
+            raise UsageError(f"--option {said}: {name} has this option already, with another value. Give it once.")
     return found

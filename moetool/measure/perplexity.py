@@ -20,6 +20,7 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
+from moetool.job.options import Listed
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
 from moetool.measure.loading import load_to_evaluate
@@ -33,7 +34,7 @@ from moetool.runtime.modules.batch_dependence import depends_on_batch
 class EvaluationOptions(EvaluatedOptions):
     """Options of an evaluation: texts, windows, dtype, and the model to compare with."""
 
-    data: str = Field(
+    data: Listed = Field(
         description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; several get "
         "a row each. [required without --tasks]"
     )

@@ -56,7 +56,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     """
     if options.layers is not None and not options.analysis:
         raise UsageError("--layers limits --analysis: give both.")
-    recorded = None if options.results is None else read_recorded(options.results)
+    recorded = read_recorded(options.results) if options.results else None
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)

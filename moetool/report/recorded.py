@@ -1,6 +1,6 @@
 """Records for a report: files that jobs left beside their results, and saved output of commands with `--json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -132,8 +132,8 @@ def saved_evaluations(checkpoint: Checkpoint) -> tuple[list[Evaluation], list[st
     return found, notes
 
 
-def read_recorded(names: str) -> RecordedResults:
-    """Read files, named with commas between them.
+def read_recorded(names: Iterable[str]) -> RecordedResults:
+    """Read files of these names.
 
     Raises:
         InvalidInputError: one is not there, or not what a command of moetool prints.
@@ -141,7 +141,7 @@ def read_recorded(names: str) -> RecordedResults:
     runs: list[RecordedRun] = []
     evaluations: list[Evaluation] = []
     routings: list[RoutingResult] = []
-    for name in filter(None, map(str.strip, names.split(","))):
+    for name in names:
         path = local_path(name)
         content = _read(path)
         if "stage" in content and "seconds" in content:

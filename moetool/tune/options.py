@@ -6,7 +6,7 @@ from pydantic import Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import Part
-from moetool.job.options import RunOptions
+from moetool.job.options import Listed, RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 LORA_ALPHA = 16.0
@@ -17,11 +17,11 @@ BALANCE = 0.01
 class TuneOptions(RunOptions):
     """Options of `moetool tune`: the examples, number of steps, what is trained, and the router losses."""
 
-    data: str = Field(
+    data: Listed = Field(
         description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
         "a hub data set name[:config[:split]]; several with commas."
     )
-    eval_data: str | None = Field(None, description="Held-out examples to measure the loss on, named as for --data.")
+    eval_data: Listed | None = Field(None, description="Held-out examples to measure the loss on, named as for --data.")
     sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
     bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
     packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")
@@ -95,7 +95,9 @@ class TuneOptions(RunOptions):
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
     save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
     log_every: int = Field(10, ge=1, description="Steps between lines of log.")
-    report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them; several with commas.")
+    report_to: Listed = Field(
+        "none", description="wandb, tensorboard … as transformers knows them; several with commas."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
 
     @property
