@@ -231,7 +231,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         from moetool.convert import proof
 
         family = self.dense.architecture if is_opaque(made.config) else architecture_of(made.config)
-        with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
+        with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers, "layers of both models"):
             dense = proof.run(
                 StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),
                 tokens,

@@ -63,7 +63,7 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress) -> A
     chosen = _chosen(reader, options)
     statistics = read_statistics(source)
     layers = []
-    with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1)):
+    with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1), "matrices"):
         for layer in chosen:
             measured = statistics.get(layer)
             fisher = measured.fisher if measured is not None and measured.has_fisher else None

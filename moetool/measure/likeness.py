@@ -157,7 +157,7 @@ def layer_errors(
     ]
     hidden = [models[0].embed(rows) for rows in batches]
     errors: dict[int, float] = {}
-    with phase(progress, "Compare layers", models[0].layer_count):
+    with phase(progress, "Compare layers", models[0].layer_count, "layers"):
         for index in range(models[0].layer_count):
             true, given = (_outputs(model, index, hidden, batches) for model in models)
             lost = sum(_energy(ours - theirs) for ours, theirs in zip(given, true, strict=True))

@@ -82,7 +82,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     with beside as comparison:
         model, synthesis = load_to_evaluate(checkpoint, options, progress)
         losses = list[Tensor]()
-        with phase(progress, "Evaluate", len(batches)):
+        with phase(progress, "Evaluate", len(batches), "batches of windows"):
             for number, rows in enumerate(batches):
                 logits = asked.logits(model, rows)
                 losses.append(prediction_losses(logits, asked.targets(rows)))

@@ -119,7 +119,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
     found = []
     for text, windows in opened:
         counts = []
-        with phase(progress, text, len(windows)):
+        with phase(progress, text, len(windows), "windows"):
             for window in windows:
                 counts.append(counter.counts(window[None].to(model.device), top_k))
                 progress.advance()

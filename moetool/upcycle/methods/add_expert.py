@@ -236,9 +236,8 @@ class AddExpert(Stage[AddExpertOptions]):
     def _difference(self, job: Job) -> float:
         """How far what is left out of the source is from what stands in its place."""
         if job.unit(_DIFFERENCE):
-            with phase(job.progress, COMPARE, 1):
+            with phase(job.progress, COMPARE):
                 found = self.contributed.difference()
-                job.progress.advance()
             job.finish(_DIFFERENCE, told={"relative": found})
         job.meet()
         relative = job.workspace.told(_DIFFERENCE)["relative"]

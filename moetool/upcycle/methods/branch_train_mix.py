@@ -247,7 +247,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         if self.options.gate_mode == "random":
             return super().rows(job)
         if job.unit("routers"):
-            with phase(job.progress, "Routers", self.dense.layers):
+            with phase(job.progress, "Routers", self.dense.layers, "layers"):
                 rows = {str(layer): rows for layer, rows in self._measured_rows(job)}
             save_tensors(job.work / "routers.safetensors", rows)
             job.finish("routers")
