@@ -19,6 +19,7 @@ from moetool.errors import did_you_mean
 from moetool.job.processes import is_first_process
 
 _MAIN, _UNGROUPED = "Main options", "Options"
+_SHARED = ("Job", "Calibration", "Machine")  # groups of options that many commands have
 _HELP_ALL = "--help-all"
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
@@ -49,8 +50,8 @@ class HintingCommand(TyperCommand):
         return ()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, the options that most want, the other ones of the command itself, and with `--help-all` those that
-        many commands share, group by group."""
+        """Arguments, the options that most want, the other ones of the command itself, with those of one purpose as a
+        group, and with `--help-all` the groups that many commands share."""
         main = of_form(MAIN, self.name or "", self.form) or ()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _MAIN: [], _UNGROUPED: []}
         self._left = {}  # by group, how many are not shown
@@ -62,7 +63,7 @@ class HintingCommand(TyperCommand):
                 sections["Arguments"].append(record)
             elif _place(parameter.opts, main) < len(main):
                 sections[_MAIN].append(record)
-            elif group is None or self.shows_all or not main:
+            elif group not in _SHARED or self.shows_all or not main:
                 sections.setdefault(group or _UNGROUPED, []).append(record)
             else:
                 self._left[group] = self._left.get(group, 0) + 1

@@ -1,12 +1,12 @@
 """Options of `moetool tune`: data, what is trained, router losses and the schedule."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import Part
-from moetool.job.options import Listed, RunOptions
+from moetool.job.options import Listed, Options, RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 LORA_ALPHA = 16.0
@@ -14,8 +14,113 @@ TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
 
-class TuneOptions(RunOptions):
-    """Options of `moetool tune`: the examples, number of steps, what is trained, and the router losses."""
+class TrainedOptions(Options):
+    """Options that say which parameters learn, and in which form."""
+
+    group: ClassVar[str] = "What is trained"
+
+    train: Literal["auto", "all", "experts", "task-experts"] = Field(
+        "auto",
+        description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
+        "only the experts that the examples use most (ESFT).",
+    )
+    task_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
+        f"choices of the examples' tokens [default: {TASK_SHARE}].",
+    )
+    freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
+    lora_rank: int | None = Field(
+        None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
+        "merge them at the end."
+    )  # fmt: skip
+    lora_alpha: float | None = Field(
+        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
+    )
+    quantize_base: Literal["none", "nf4", "int8"] = Field(
+        "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
+    )
+
+
+class BalanceOptions(Options):
+    """Options of what keeps the experts of an MoE model in equal use."""
+
+    group: ClassVar[str] = "Balance of experts"
+
+    balance: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the load-balancing loss, which is 1 for even routing and E at worst [default: "
+        f"{BALANCE}; 0 with --balance-bias].",
+    )
+    balance_bias: float | None = Field(
+        None,
+        gt=0,
+        description="In families whose routers have a bias that only the choice of experts sees (DeepSeek-V3 …): by "
+        "how much it moves per step, up for experts chosen less often than the mean. 0.001 is usual.",
+    )
+    z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the load-balancing loss: what was given, or the default."""
+        if self.balance is not None:
+            return self.balance
+        return BALANCE if self.balance_bias is None else 0.0
+
+
+class TeacherOptions(Options):
+    """Options of distillation."""
+
+    group: ClassVar[str] = "Distillation"
+
+    teacher: str | None = Field(
+        None,
+        description="A model with the same tokenizer, a directory or hub id, whose predictions are learnt, too "
+        "(distillation). It stays in memory.",
+    )
+    teacher_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the loss that is the divergence from the teacher's predictions; the rest is that of the "
+        f"text [default: {TEACHER_SHARE}].",
+    )
+
+
+class MaskOptions(Options):
+    """Options of a model that `upcycle --method simoe` made; no other has masks."""
+
+    group: ClassVar[str] = "Models of upcycle --method simoe"
+
+    mask_learning_rate: float | None = Field(
+        None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."
+    )
+    multiplier_rate: float | None = Field(
+        None, gt=0, description="How fast SIMoE's Lagrangian multiplier rises, per step and missing share of zeros "
+        "[default: 4 / steps]."
+    )  # fmt: skip
+    overlap: float = Field(5e-6, ge=0, description="Weight of what SIMoE's masks have in common.")
+    sample_masks: bool = Field(False, description="Draw SIMoE's masks in every step instead of taking their medians.")
+
+
+class LogOptions(Options):
+    """Options of what is told and kept while a model is trained."""
+
+    group: ClassVar[str] = "Log and checkpoints"
+
+    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
+    save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
+    log_every: int = Field(10, ge=1, description="Steps between lines of log.")
+    report_to: Listed = Field(
+        "none", description="wandb, tensorboard … as transformers knows them; several with commas."
+    )
+
+
+class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, TrainedOptions, RunOptions):
+    """Options of `moetool tune`: the examples and the schedule; what is trained, router losses and all else above."""
 
     data: Listed = Field(
         description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
@@ -33,76 +138,6 @@ class TuneOptions(RunOptions):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
-    balance: float | None = Field(
-        None,
-        ge=0,
-        description="Weight of the load-balancing loss, which is 1 for even routing and E at worst [default: "
-        f"{BALANCE}; 0 with --balance-bias].",
-    )
-    balance_bias: float | None = Field(
-        None,
-        gt=0,
-        description="In families whose routers have a bias that only the choice of experts sees (DeepSeek-V3 …): by "
-        "how much it moves per step, up for experts chosen less often than the mean. 0.001 is usual.",
-    )
-    z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
-    train: Literal["auto", "all", "experts", "task-experts"] = Field(
-        "auto",
-        description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
-        "only the experts that the examples use most (ESFT).",
-    )
-    task_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
-        f"choices of the examples' tokens [default: {TASK_SHARE}].",
-    )
-    teacher: str | None = Field(
-        None,
-        description="A model with the same tokenizer, a directory or hub id, whose predictions are learnt, too "
-        "(distillation). It stays in memory.",
-    )
-    teacher_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of the loss that is the divergence from the teacher's predictions; the rest is that of the "
-        f"text [default: {TEACHER_SHARE}].",
-    )
-    freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
-    lora_rank: int | None = Field(
-        None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
-        "merge them at the end."
-    )  # fmt: skip
-    lora_alpha: float | None = Field(
-        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
-    )
-    quantize_base: Literal["none", "nf4", "int8"] = Field(
-        "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
-    )
-    mask_learning_rate: float | None = Field(
-        None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."
-    )
-    multiplier_rate: float | None = Field(
-        None, gt=0, description="How fast SIMoE's Lagrangian multiplier rises, per step and missing share of zeros "
-        "[default: 4 / steps]."
-    )  # fmt: skip
-    overlap: float = Field(5e-6, ge=0, description="Weight of what SIMoE's masks have in common.")
-    sample_masks: bool = Field(False, description="Draw SIMoE's masks in every step instead of taking their medians.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
     bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
-    eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
-    save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
-    log_every: int = Field(10, ge=1, description="Steps between lines of log.")
-    report_to: Listed = Field(
-        "none", description="wandb, tensorboard … as transformers knows them; several with commas."
-    )
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
-
-    @property
-    def balance_weight(self) -> float:
-        """Weight of the load-balancing loss: what was given, or the default."""
-        if self.balance is not None:
-            return self.balance
-        return BALANCE if self.balance_bias is None else 0.0
