@@ -13,6 +13,7 @@ from html_pages import Page, check_page
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
+from moetool.measure.tasks.results import saved_beside
 
 MADE = ["How it was made", "Size"]
 LAST = ("Time, memory and scratch", "Options and versions")
@@ -222,6 +223,30 @@ def test_what_eval_has_measured_is_on_the_page(run_cli, models, tiny_mixtral, ti
     given = ("--results", tmp_path / "small.eval.json")
     assert len(reported(run_cli, model, tmp_path / "a.html", *given)[0].rows(PERPLEXITY)) == 2
     assert run_cli("verify", model).code == 0
+
+
+def test_a_measurement_is_saved_once_however_its_model_and_texts_are_named(
+    run_cli, models, tiny_mixtral, tiny_text, tmp_path, monkeypatch
+):
+    copy_of(models["d2moe"], tmp_path / "small")
+    shutil.copy(tiny_text, tmp_path / "held-out.txt")
+    monkeypatch.chdir(tmp_path)
+    for model, text in (("small", "held-out.txt"), ("./small", "./held-out.txt"), (tmp_path / "small", "held-out.txt")):
+        assert run_cli("eval", model, "--data", text, *WINDOWS, "--against", tiny_mixtral).code == 0
+    assert [file.name for file in tmp_path.glob("*.json")] == ["small.eval.json"]
+
+
+def test_results_of_a_model_with_a_longer_name_are_its_own(run_cli, models, tiny_text, tmp_path):
+    """`small.eval-old.eval.json` is of a model called `small.eval-old`."""
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    for other in ("small.eval-old", "small.eval-1", "small.evaluated"):
+        (tmp_path / f"{other}.json").write_text("{")
+        (tmp_path / f"{other}.eval.json").write_text("{")
+    for number in (3, 10):
+        (tmp_path / f"small.eval-{number}.json").write_text("{")
+    assert [file.name for file in saved_beside(str(model))] == ["small.eval-3.json", "small.eval-10.json"]
+    _, told = reported(run_cli, model, tmp_path / "a.html")
+    assert not [note for note in told.get("notes", ()) if "old" in note or "evaluated" in note or "-1." in note]
 
 
 def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, tiny_text, tmp_path):
