@@ -60,6 +60,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)
+    sources = calibration_sources(checkpoint, options.against)  # a manifest that cannot be read costs no evaluation
     options = fitted(options, checkpoint, tokenizer)
     texts = open_texts(
         options.data,
@@ -89,7 +90,6 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
                 if comparison is not None:
                     comparison.add(number, rows, logits, losses[-1])
                 progress.advance()
-    sources = calibration_sources(checkpoint, options.against)
     told = [
         TextLoss(
             name=text.name,

@@ -65,6 +65,8 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
     jobs = kept_runs(noted, manifest, recorded)
     notes = [] if (untold := without_costs(noted, manifest)) is None else [untold]
+    if manifest is None and moetool_entry(checkpoint.config) is not None:
+        notes.append(f"{MANIFEST} is missing: nothing says how this model was made.")
     saved, unread = saved_evaluations(checkpoint)
     notes += unread
     if options.analysis and experts is None:

@@ -165,7 +165,10 @@ def read_recorded(names: Iterable[str]) -> RecordedResults:
     routings: list[RoutingResult] = []
     for name in names:
         path = local_path(name)
-        content = _read(path)
+        try:
+            content = _read(path)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--results: {error}") from error
         if "stage" in content and "seconds" in content:
             runs.append(_as(RecordedRun, content, path, "--results "))
         elif "perplexity" in content and "nll" in content:
@@ -184,7 +187,7 @@ def read_recorded(names: Iterable[str]) -> RecordedResults:
 
 
 def _read(path: Path) -> dict[str, object]:
-    return read_object(path, lambda: f"--results: there is no file {path}.")[1]
+    return read_object(path, lambda: f"There is no file {path}.")[1]
 
 
 def _as(kind: type[RecordT], content: Mapping[str, object], path: Path, option: str = "") -> RecordT:

@@ -265,6 +265,34 @@ def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, ti
     assert len(reported(run_cli, model, tmp_path / "a.html", "--results", named)[0].rows(PERPLEXITY)) == 1
 
 
+def test_what_is_missing_or_damaged_is_said_before_anything_is_measured(run_cli, models, tiny_text, tmp_path):
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    (model / "moetool.json").unlink()
+    _, told = reported(run_cli, model, tmp_path / "a.html")
+    assert told["notes"][0] == "moetool.json is missing: nothing says how this model was made."
+    (model / "moetool.json").write_text("{")
+    result = run_cli("eval", model, "--data", tiny_text, *WINDOWS)
+    assert result.code == 3
+    assert "moetool.json is not valid JSON" in result.stderr
+    assert "Evaluate" not in result.stderr
+    result = run_cli("eval", models["d2moe"], models["d2moe"], "--data", tiny_text, *WINDOWS)
+    assert result.code == 2
+    assert f"{models['d2moe']} is named twice" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"[1]", "holds a JSON list"), (b"\xff", "is not valid JSON"), (None, "There is no file")]
+)
+def test_results_that_cannot_be_read_are_named_with_their_option(run_cli, models, tmp_path, content, said):
+    file = tmp_path / "x.json"
+    if content is not None:
+        file.write_bytes(content)
+    result = run_cli("report", models["d2moe"], tmp_path / "a.html", "--results", file)
+    assert result.code == 3
+    assert result.stderr.startswith("error: --results: ")
+    assert said in result.stderr
+
+
 def test_a_folder_in_which_nobody_may_write_stops_no_evaluation(run_cli, models, tiny_text, monkeypatch):
     def refused(*_: object) -> None:
         raise ResourceError("The disk is full.")

@@ -69,7 +69,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, content: str, problem: str
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="there is no file"):
+    with pytest.raises(InvalidInputError, match="--results: There is no file"):
         read_recorded([str(tmp_path / "x.json")])
 
 

@@ -41,6 +41,8 @@ def build(
 ) -> None:
     """Run `moetool eval` on one model or several."""
     text, tasks = asked_for(typed)
+    if twice := [name for name in model if model.count(name) > 1]:
+        raise UsageError(f"{twice[0]} is named twice: leave one out.")
     file = None if output is None else new_file(output)
     if file is None and tasks is not None:
         for each in model:
