@@ -110,7 +110,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
     )
-    with phase(progress, what, steps):
+    with phase(progress, what, steps, "steps"):
         for batch in batches(tokens, steps, seed):
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from words import overridden
 
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
@@ -363,8 +364,8 @@ def measured_machine() -> Iterator[Machine]:
 def run_cli() -> RunCli:
     """`run_cli("compress", source, target, "--json") -> Result`: the `moetool` script, in this process.
 
-    Arguments are turned into strings. Exit codes are those of the script: an exception that nobody caught, a bug, ends
-    with code 1 and its traceback on stderr.
+    Arguments are turned into strings; of an option that is there twice the last counts. Exit codes are those of the
+    script: an exception that nobody caught, a bug, ends with code 1 and its traceback on stderr.
     """
 
     def run(*arguments: object) -> Result:
@@ -372,7 +373,7 @@ def run_cli() -> RunCli:
 
         stdout, stderr = io.StringIO(), io.StringIO()
         argv, hook, program = sys.argv, sys.excepthook, sys.modules["__main__"]
-        sys.argv = ["moetool", *map(str, arguments)]
+        sys.argv = ["moetool", *overridden(arguments)]
         sys.modules["__main__"] = types.ModuleType("__main__")  # click takes the program's name from it
         try:
             with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):

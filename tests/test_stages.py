@@ -148,7 +148,8 @@ class Steps(Progress):
         self.phases: list[tuple[str, int, int]] = []
         self._now, self._total, self._done = "", 0, 0
 
-    def start(self, phase: str, total: int) -> None:
+    def start(self, phase: str, total: int, unit: str = "") -> None:
+        assert unit or not total, f"of what are there {total}?"
         self._now, self._total, self._done = phase, total, 0
 
     def advance(self) -> None:

@@ -20,12 +20,14 @@ def lacking(source: object, missing: Sequence[str], held: Iterable[str], promise
     )
 
 
-def check_shape(source: object, name: str, found: Sequence[int], promised: Sequence[int], more: str = "") -> None:
+def check_shape(
+    source: object, name: str, found: Sequence[int], promised: Sequence[int], more: str = "", *, by: str = "config.json"
+) -> None:
     """Raise `InvalidInputError`, with `more` behind it, if a tensor has another shape in the files of `source` than
-    `config.json` promises."""
+    `config.json` promises, or than follows from another tensor, which is then named with `by`."""
     if tuple(found) != tuple(promised):
         raise InvalidInputError(
-            f"Tensor {name} of {source} has shape {list(found)}, config.json promises {list(promised)}.{more}"
+            f"Tensor {name} of {source} has shape {list(found)}, {by} promises {list(promised)}.{more}"
         )
 
 

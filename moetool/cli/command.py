@@ -19,6 +19,7 @@ from moetool.errors import did_you_mean
 from moetool.job.processes import is_first_process
 
 _MAIN, _UNGROUPED = "Main options", "Options"
+_SHARED = ("Job", "Calibration", "Machine")  # groups of options that many commands have
 _HELP_ALL = "--help-all"
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"str": str, "int": int, "float": float, "bool": bool, "path": Path, "list": list[str]}
@@ -49,8 +50,8 @@ class HintingCommand(TyperCommand):
         return ()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, the options that most want, the other ones of the command itself, and with `--help-all` those that
-        many commands share, group by group."""
+        """Arguments, the options that most want, the other ones of the command itself, with those of one purpose as a
+        group, and with `--help-all` the groups that many commands share."""
         main = of_form(MAIN, self.name or "", self.form) or ()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _MAIN: [], _UNGROUPED: []}
         self._left = {}  # by group, how many are not shown
@@ -62,7 +63,7 @@ class HintingCommand(TyperCommand):
                 sections["Arguments"].append(record)
             elif _place(parameter.opts, main) < len(main):
                 sections[_MAIN].append(record)
-            elif group is None or self.shows_all or not main:
+            elif group not in _SHARED or self.shows_all or not main:
                 sections.setdefault(group or _UNGROUPED, []).append(record)
             else:
                 self._left[group] = self._left.get(group, 0) + 1
@@ -84,6 +85,31 @@ class HintingCommand(TyperCommand):
                 f"moetool {self.name} --{choice[0]} NAME --help shows those of another."
             )
         super().format_epilog(ctx, formatter)
+
+    def make_parser(self, ctx: Any) -> Any:
+        """The parser of the command line, which keeps every value of an option, so that one of another kind than a list
+        cannot be given two: of these the last would count, and nobody would be told.
+
+        Its errors are those of the parser: exit code 2.
+        """
+        options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+        single = [cast(Any, one) for one in options if not getattr(one, "multiple", False)]
+        for option in single:  # only for what it tells the parser
+            option.multiple = True
+        parser: Any = super().make_parser(ctx)
+        for option in single:
+            option.multiple = False
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            found, *rest = parse(args)
+            for option in single:
+                if option.name in found:
+                    found[option.name] = _only(ctx, option, found[option.name])
+            return found, *rest
+
+        parser.parse_args = parse_args
+        return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self.shows_all = _HELP_ALL in args
@@ -109,6 +135,16 @@ class HintingCommand(TyperCommand):
             elif hasattr(error, "message"):
                 error.message = of_a_value(error.message)
             raise
+
+
+def _only(ctx: Any, option: Any, values: Sequence[object]) -> object:
+    """The value of an option that was given at least once; two that differ end the command with exit code 2."""
+    first, *others = dict.fromkeys(values)
+    if others and not ctx.resilient_parsing:  # as when a shell completes
+        if isinstance(first, bool):
+            ctx.fail(f"{option.opts[0]} and {option.secondary_opts[0]} exclude each other: give one of them.")
+        ctx.fail(f"{option.opts[0]} is given twice, as {first} and as {others[0]}: give it once.")
+    return values[-1]
 
 
 def _place(names: Sequence[str], main: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -44,7 +43,8 @@ class Pulse(Printed):
 
     Attributes:
         phase: at work.
-        done, total: units of the phase, those of earlier runs left out; 0 where they are not counted.
+        done, total: steps of the phase, those of earlier runs left out; 0 where they are not counted.
+        unit: what each step is one of (layers, windows, files); empty where they are not counted.
         units_per_second: in this phase.
         memory_bytes, peak_memory_bytes: anonymous memory, now and the most that was seen of it once a second.
         seconds_left: of the whole job where that is known (`in_all`), else of the phase; `None` if neither is.
@@ -54,6 +54,7 @@ class Pulse(Printed):
     phase: str
     done: int
     total: int
+    unit: str
     units_per_second: float
     memory_bytes: int
     peak_memory_bytes: int
@@ -67,8 +68,12 @@ class Pulse(Printed):
         if self.seconds_left is not None:
             left = f", about {format_seconds(self.seconds_left)} left{' in all' if self.in_all else ''}"
         memory = f"memory {format_bytes(self.memory_bytes)} (peak {format_bytes(self.peak_memory_bytes)})"
-        where = f"{self.done} of {self.total}{pace}, " if self.total else ""
+        where = f"{_counted(self.done, self.total, self.unit)}{pace}, " if self.total else ""
         return f"{self.phase}: {where}{memory}{left}"
+
+
+def _counted(done: int, total: int, unit: str) -> str:
+    return f"{done:,} of {total:,} {unit}".rstrip()
 
 
 class Heartbeat:
@@ -128,7 +133,7 @@ class Display(progress.Progress):
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._heart: Heartbeat | None = None
-        self._phase, self._total, self._done, self._peak = "", 0, 0, 0
+        self._phase, self._unit, self._total, self._done, self._peak = "", "", 0, 0, 0
         self._began = 0.0
         self._forecast: Forecast | None = None
 
@@ -137,9 +142,9 @@ class Display(progress.Progress):
         self._forecast = Forecast(phases) if phases else None
         self._note("expected", phases=[phase.to_json() for phase in phases])
 
-    def start(self, phase: str, total: int) -> None:
-        """Begin a phase of `total` steps, with a progress bar if stderr is a terminal."""
-        self._phase, self._total, self._done = phase, total, 0
+    def start(self, phase: str, total: int, unit: str = "") -> None:
+        """Begin a phase of `total` steps, each one of `unit`, with a progress bar if stderr is a terminal."""
+        self._phase, self._unit, self._total, self._done = phase, unit, total, 0
         self._began = time.monotonic()
         if self._forecast is not None:
             self._forecast.start(phase, total)
@@ -147,15 +152,16 @@ class Display(progress.Progress):
             self._bar = Progress(
                 TextColumn("{task.description:>14}"),
                 BarColumn(),
-                MofNCompleteColumn(),
+                TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit}", style="progress.download"),
                 _JobRemaining(self._forecast) if self._forecast else TimeRemainingColumn(elapsed_when_finished=True),
                 console=self._console,
             )
             self._bar.start()
             self._task = self._bar.add_task(phase, total=total)
         elif self._forecast is not None and (left := self._forecast.seconds_left or 0) >= HEARTBEAT_SECONDS:
-            self._console.print(f"{phase}: begins, about {format_seconds(left)} left in all")
-        self._note("phase_began", phase=phase, total=total)
+            counted = f" ({total:,} {unit})" if total else ""
+            self._console.print(f"{phase}{counted}: begins, about {format_seconds(left)} left in all")
+        self._note("phase_began", phase=phase, total=total, unit=unit)
         if self._bar is None or self._events is not None:
             self._heart = Heartbeat(self.beat, peak=self._peak)
 
@@ -168,7 +174,7 @@ class Display(progress.Progress):
             left = took / self._done * max(self._total - self._done, 0)
         rate = self._done / took if took > 0 else 0.0
         in_all = self._forecast is not None
-        pulse = Pulse(self._phase, self._done, self._total, rate, memory, peak, left, in_all)
+        pulse = Pulse(self._phase, self._done, self._total, self._unit, rate, memory, peak, left, in_all)
         if self._bar is None:
             self._console.print(str(pulse))
         self._note("heartbeat", **pulse.to_json())
@@ -207,7 +213,7 @@ class Display(progress.Progress):
         elif not stopped:
             self._console.print(f"{self._phase}: done in {seconds:.0f} s")
         if stopped:
-            where = f"at {self._done} of {self._total} " if self._total else ""
+            where = f"at {_counted(self._done, self._total, self._unit)} " if self._total else ""
             self._console.print(f"{self._phase}: stopped {where}after {seconds:.0f} s")
         fields: dict[str, Json] = {"done": self._done, "total": self._total, "seconds": round(seconds, 3)}
         self._note("phase_ended", phase=self._phase, **fields, stopped=stopped)

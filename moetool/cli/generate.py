@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from moetool.checkpoint.sizes import format_bytes, parse_bytes, parse_part, parse_share, parse_window_share
 from moetool.cli.command import HintingCommand, command_of, of_a_value, quoted_choices
 from moetool.errors import UsageError, did_you_mean, explained, option_of
+from moetool.job.options import joined
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -48,6 +49,7 @@ def make_command(
     *more: inspect.Parameter,
     form: str = "",
     summary: str | None = None,
+    own_group: str | None = None,
 ) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
@@ -59,13 +61,14 @@ def make_command(
         more: further options that it takes in this way.
         form: value of the option that chooses a stage, where there is one.
         summary: first line of `--help`, unless it is the one of the list of commands.
+        own_group: title in `--help` of the options that no other model has.
     """
     own = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    fields = [] if model is None else parameters_of(model)
+    fields = [] if model is None else parameters_of(model, own_group)
     return command_of(name, guarded(function), [*own, *more, *fields], form=form, summary=summary)
 
 
@@ -92,27 +95,31 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
-    """Turn the fields of an options model into keyword parameters of a command."""
-    return [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, field, _group(model, name))
-        )
-        for name, field in model.model_fields.items()
-    ]
+def parameters_of(model: type[BaseModel], own_group: str | None = None) -> list[inspect.Parameter]:
+    """Turn the fields of an options model into keyword parameters of a command; `own_group` is the title in `--help` of
+    those that no other model has."""
+
+    def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+        annotation = _annotation(name, field, _group(model, name, own_group))
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+    return [parameter(name, field) for name, field in model.model_fields.items()]
 
 
-def _group(model: type[BaseModel], name: str) -> str | None:
-    """The `group` of the set of options that a field was written in, if it is one that many commands share."""
+def _group(model: type[BaseModel], name: str, own_group: str | None) -> str | None:
+    """The `group` of the set of options that a field was written in, if that has one; else `own_group` if this set is
+    `model`, and no other adds to it."""
     owner = next(kind for kind in model.__mro__ if name in inspect.get_annotations(kind))
     group = vars(owner).get("group")
-    return group if isinstance(group, str) else None
+    if isinstance(group, str):
+        return group
+    return own_group if owner is model and not model.__subclasses__() else None
 
 
 def _annotation(name: str, field: FieldInfo, group: str | None) -> object:
     flag = option_of(name)
     written = next((_WRITTEN[rule] for rule in _rules(field) if rule in _WRITTEN), None)
-    is_size, kind = written == "<size>", _plain_type(field.annotation) if written is None else str
+    is_size, kind = written == "<size>", _plain_type(field) if written is None else str
     description = field.description or ""
     if re.search(r"\[(default|required)", description):
         pass  # it is said already, with more to it
@@ -141,13 +148,18 @@ def _rules(field: FieldInfo) -> list[object]:
     return [getattr(rule, "func", None) for rule in (*field.metadata, *of_kinds)]
 
 
-def _plain_type(annotation: Any) -> Any:
-    """The type a command line can read: `int | None` → `int`; sizes and anything unusual → `str`."""
+def _plain_type(field: FieldInfo) -> Any:
+    """The type a command line can read: `int | None` → `int`; lists, also those that are one text with commas, →
+    `list[str]`; sizes and anything unusual → `str`."""
+    annotation: Any = field.annotation
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    if get_origin(annotation) is tuple:
+    if joined in _rules(field):
         return list[str]
-    if get_origin(annotation) is Annotated or annotation not in (int, float, bool, str):
+    is_annotated = get_origin(annotation) is Annotated
+    if get_origin(get_args(annotation)[0] if is_annotated else annotation) is tuple:
+        return list[str]
+    if is_annotated or annotation not in (int, float, bool, str):
         return annotation if get_origin(annotation) is Literal else str
     return annotation
 
@@ -171,7 +183,7 @@ def build_options(
 
     for name, value in given.items():
         field = model.model_fields.get(name)
-        if isinstance(value, bool) and field is not None and _plain_type(field.annotation) is not bool:
+        if isinstance(value, bool) and field is not None and _plain_type(field) is not bool:
             # pydantic would take it for 1 or 0
             flag = place(name) + option_of(name)
             raise UsageError(f"{flag} {str(value).lower()}: it takes a value, not true or false")

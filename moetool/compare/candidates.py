@@ -50,9 +50,18 @@ def candidates(options: CompareOptions, checked: Checked) -> list[Candidate]:
         given = chosen(options, _SHARED & fields.keys()) | own[name]
         replaced = {"ratio", *kind.options_type.alternatives} & own[name].keys()
         ratios = options.ratios if "ratio" in fields and not replaced else ()
+        if "ratio" in kind.options_type.alternatives and not replaced and not ratios:
+            others = [f"--option {name}:{own}=…" for own in kind.options_type.alternatives if own != "ratio"]
+            raise UsageError(f"{name} needs a size: give {' or '.join(['--ratios 0.4,0.6', *others])}.")
         for ratio in ratios or (None,):
             asked = {} if ratio is None else {"ratio": ratio}
-            found.append(Candidate(name, kind, checked(kind.options_type, {**given, **asked}), ratio))
+            try:
+                own_options = checked(kind.options_type, {**given, **asked})
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from error
+            found.append(Candidate(name, kind, own_options, ratio))
+    if twice := [model for model in options.models if options.models.count(model) > 1]:
+        raise UsageError(f"--models names {twice[0]} twice: leave one out.")
     if not found and not options.models:
         raise UsageError("Nothing to compare: give --methods, or --models that are there.")
     return found
@@ -81,7 +90,9 @@ def _own(options: CompareOptions, named: Mapping[str, object]) -> dict[str, dict
         if name not in named:
             raise UsageError(f"--option {said}: --methods has {', '.join(named) or 'none'}.{did_you_mean(name, named)}")
         try:
-            found[name][option.replace("-", "_")] = yaml.safe_load(value)  # as a preset would have it
+            read = yaml.safe_load(value)  # as a preset would have it
         except yaml.YAMLError as error:
             raise UsageError(f"--option {said}: the value is not valid YAML.") from error
+        if found[name].setdefault(option.replace("-", "_"), read) != read:
+            raise UsageError(f"--option {said}: {name} has this option already, with another value. Give it once.")
     return found

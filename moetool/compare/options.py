@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import ByteSize, WindowShare, parse_share
-from moetool.job.options import Names, Options, split_names
+from moetool.job.options import Listed, Names, Options, split_names
 from moetool.runtime.synthesis import Synthesis
 
 
@@ -31,13 +31,13 @@ class CompareOptions(Options):
         (), description="An option of one row, NAME:OPTION=VALUE (hybrid:base_bits=3); several times."
     )
     models: Names = Field((), description="Checkpoints that are there and belong in the table, too, with commas.")
-    calibration: str | None = Field(None, description="Calibration text, as for `compress`.")
+    calibration: Listed | None = Field(None, description="Calibration text, as for `compress`.")
     samples: int | None = Field(None, ge=1, description="Windows of calibration text [default: the method's].")
     mix: WindowShare | None = Field(
         None, description="Share of these that is bundled text, as for `compress` [default: 0.5]."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything random.")
-    data: str = Field(
+    data: Listed = Field(
         description="Texts to evaluate on: files, folders, hub data sets or bundled[:KIND], as for --calibration; a "
         "column for each of several."
     )

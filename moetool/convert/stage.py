@@ -25,7 +25,7 @@ from moetool.errors import InvalidInputError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
 from moetool.format.kinds.base import Counts
 from moetool.job.job import DenseSource, Input, Job, Source
-from moetool.job.options import TEXTS, RunOptions, TextOptions
+from moetool.job.options import TEXTS, Listed, RunOptions, TextOptions
 from moetool.job.own_text import own_text
 from moetool.job.plan import Plan, text_cost
 from moetool.job.progress import phase
@@ -46,7 +46,7 @@ class ConversionOptions(RunOptions, TextOptions):
     proof: bool = Field(
         True, description="At the end run both models on a text, and refuse a result whose outputs differ."
     )
-    calibration: str | None = Field(None, description=f"Text for the proof: {TEXTS}")
+    calibration: Listed | None = Field(None, description=f"Text for the proof: {TEXTS}")
     samples: int = Field(8, ge=1, description="Windows of calibration text.")
     sequence_length: int = Field(512, ge=2, description="Tokens per window; by default no more than the context.")
 
@@ -231,7 +231,7 @@ class Conversion(Stage[ConversionT, DenseSource]):
         from moetool.convert import proof
 
         family = self.dense.architecture if is_opaque(made.config) else architecture_of(made.config)
-        with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers):
+        with phase(job.progress, "Compare with the dense model", 2 * self.dense.layers, "layers of both models"):
             dense = proof.run(
                 StreamedModel(self.dense.checkpoint, self.dense.architecture, torch.float32, job.device),
                 tokens,

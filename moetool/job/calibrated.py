@@ -26,7 +26,7 @@ from moetool.job.included_codes import IncludedCodes, hand_on
 from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import CalibrationOptions, TextOptions
 from moetool.job.own_text import own_text
-from moetool.job.progress import phase
+from moetool.job.progress import BATCHES, phase
 from moetool.job.result import CalibrationFacts
 from moetool.job.windows import bos_of, drawn_for
 from moetool.runtime.modules.fused import fused_matrix
@@ -138,7 +138,7 @@ class CalibratedJob:
     def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
         """Take the whole text through all layers at once and visit each; see `forward_pass`."""
         passing = self.forward_pass(visit, layers)
-        with phase(self.job.progress, "Forward", passing.steps):
+        with phase(self.job.progress, "Forward", passing.steps, BATCHES):
             passing.through(self.model.layer_count - 1)
 
     def measured(
@@ -179,7 +179,7 @@ class CalibratedJob:
         between = stretch(count)
         last = (count - 1) // between * between  # from here on all are still there when the way back begins
         self.note_text()
-        with phase(job.progress, "Forward", (count + 1) * sweep.batch_count):
+        with phase(job.progress, "Forward", (count + 1) * sweep.batch_count, BATCHES):
             if job.together("gradients/embed", sweep.batch_count):
                 sweep.embed()
                 self._finish("gradients/embed", sweep)
@@ -187,7 +187,7 @@ class CalibratedJob:
                 spent = [sweep.hidden(index)] if index % between and index < last else []
                 self._run_forward(f"gradients/forward/{index}", index, *spent, codes=codes)
         again = {index - 1 for index in range(lowest - lowest % between, last) if index % between}
-        with phase(job.progress, "Backward", (1 + len(again) + passes * (count - lowest)) * sweep.batch_count):
+        with phase(job.progress, "Backward", (1 + len(again) + passes * (count - lowest)) * sweep.batch_count, BATCHES):
             if job.together("head", sweep.batch_count):
                 head = head or (sweep.head if codes is None else codes.head)
                 self._finish("head", sweep, sweep.hidden(count), loss=head())

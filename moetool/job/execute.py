@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from moetool.job.memory import anonymous_bytes
 from moetool.job.metering import Meter, inputs_read, write_costs
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.own_text import blank_text, planned
+from moetool.job.plan import Plan
 from moetool.job.planning import kept_experts, too_large
 from moetool.job.processes import processes
 from moetool.job.progress import SILENT, Progress
@@ -73,92 +74,129 @@ def run_stage(
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     return_freed_memory()
     keep_few_programs()
+    run = _Run(kind, source, output, options, resume, overwrite, progress, measured, same_input, named)
     with joined(has_trainer=kind.has_trainer) as ranks, quiet():
-        if ranks.is_first:
-            return _lead(kind, source, output, options, ranks, resume, overwrite, progress, measured, same_input, named)
-        return _follow(kind, source, output, options, ranks)
+        return run.lead(ranks) if ranks.is_first else run.follow(ranks)
 
 
-def _lead(
-    kind: type[AnyStage],
-    source: str | Path,
-    output: str | Path,
-    options: RunOptions,
-    ranks: Ranks,
-    resume: bool,
-    overwrite: bool,
-    progress: Progress,
-    measured: Path | None,
-    same_input: bool,
-    named: str | None,
-) -> Result:
-    """Run a job in its first process, or in the only one."""
-    began = time.monotonic()
-    opened = kind.opened(Checkpoint.open(source))
-    check_records(opened)
-    directory = output_directory(output)
-    kept = kept_experts(directory) if resume and not overwrite else None
-    if kept is None and measured is not None:
-        kept = kept_experts(measured)
-    options = options.keeping(kept)
-    stage = kind(opened, options)
-    plan = planned(stage)
-    meter = Meter(progress, directory)
-    check_job(stage, directory)
-    made_by = identity(stage)
-    inputs = Inputs(stage.inputs(), said_same=same_input)
-    if resume and not overwrite and is_finished(directory):
-        check_finished(directory, made_by, opened.checkpoint)
-        inputs.check(inputs_read(directory))
-        ranks.broadcast(None)
-        sizes = _verified(stage, directory, edited=True)
-        return replace(_result(kind, source, directory, began), status="finished", sizes=sizes)
-    if (large := too_large(stage, plan)) is not None:
-        progress.log(large)
-    needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
-    needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
-    if overwrite and isinstance(stage.options, TextOptions) and stage.options.calibration:
-        # No earlier result is thrown away for a text that cannot be used.
-        calibration_windows(opened, stage.options, blank_text)
-    workspace = Workspace(
-        directory,
-        made_by,
-        resume=resume,
-        overwrite=overwrite,
-        progress=meter,
-        inputs=inputs,
-        conditions=Conditions.now(plan).to_json(),
-    )
-    try:
-        threads = _threads(workspace)
-        ranks.broadcast(threads)
-        meter.keep(resumed=workspace.is_resumed)
-        with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
-            job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks, named)
-            meter.expect(() if progress is SILENT else estimate(plan, options, directory).phases)
-            if workspace.is_resumed:
-                progress.log(f"Going on with the run in {directory}.")
-            elif measured is not None:
-                workspace.begin_with(measured)
-            details = stage.run(job)
-            result = replace(_result(kind, source, directory, began, details), loaded=job.loaded)
-            result = replace(result, sizes=_verified(stage, directory))
-            write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
-            workspace.close()
-    except BaseException as error:
+@dataclass(frozen=True)
+class _Run:
+    """One call of `run_stage`, with its arguments.
+
+    Attributes:
+        began: when, in seconds of the monotonic clock.
+    """
+
+    kind: type[AnyStage]
+    source: str | Path
+    output: str | Path
+    options: RunOptions
+    resume: bool
+    overwrite: bool
+    progress: Progress
+    measured: Path | None
+    same_input: bool
+    named: str | None
+    began: float = field(default_factory=time.monotonic)
+
+    def lead(self, ranks: Ranks) -> Result:
+        """Run the job in its first process, or in the only one."""
+        opened = self.kind.opened(Checkpoint.open(self.source))
+        check_records(opened)
+        directory = output_directory(self.output)
+        kept = kept_experts(directory) if self._goes_on else None
+        if kept is None and self.measured is not None:
+            kept = kept_experts(self.measured)
+        options = self.options.keeping(kept)
+        stage = self.kind(opened, options)
+        plan = planned(stage)
+        meter = Meter(self.progress, directory)
+        check_job(stage, directory)
+        made_by = identity(stage)
+        inputs = Inputs(stage.inputs(), said_same=self.same_input)
+        if self._goes_on and is_finished(directory):
+            check_finished(directory, made_by, opened.checkpoint)
+            inputs.check(inputs_read(directory))
+            ranks.broadcast(None)
+            sizes = _verified(stage, directory, edited=True)
+            return replace(self._result(directory), status="finished", sizes=sizes)
+        self._check_resources(stage, plan, directory, ranks, kept)
+        workspace = Workspace(
+            directory,
+            made_by,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            progress=meter,
+            inputs=inputs,
+            conditions=Conditions.now(plan).to_json(),
+        )
         try:
-            ranks.fail(error)  # others stop before the lock goes
-        finally:
-            workspace.abandon()
-        raise
-    spent = meter.this_run
-    return replace(
-        result,
-        seconds=round(time.monotonic() - began, 2),
-        peak_memory_bytes=spent.peak_memory_bytes,
-        scratch_bytes=spent.scratch_bytes,
-        phases=spent.phases,
-    )
+            threads = _threads(workspace)
+            ranks.broadcast(threads)
+            meter.keep(resumed=workspace.is_resumed)
+            with _storage_explained(directory, plan.disk_bytes), meter, listening() as interrupt, with_threads(threads):
+                job = Job(stage.source, workspace, options, stage.recipe(), meter, interrupt, ranks, self.named)
+                meter.expect(() if self.progress is SILENT else estimate(plan, options, directory).phases)
+                if workspace.is_resumed:
+                    self.progress.log(f"Going on with the run in {directory}.")
+                elif self.measured is not None:
+                    workspace.begin_with(self.measured)
+                details = stage.run(job)
+                result = replace(self._result(directory, details), loaded=job.loaded)
+                result = replace(result, sizes=_verified(stage, directory))
+                write_costs(directory, opened.checkpoint.path, meter, plan, result, inputs)
+                workspace.close()
+        except BaseException as error:
+            try:
+                ranks.fail(error)  # others stop before the lock goes
+            finally:
+                workspace.abandon()
+            raise
+        spent = meter.this_run
+        return replace(
+            result,
+            seconds=round(time.monotonic() - self.began, 2),
+            peak_memory_bytes=spent.peak_memory_bytes,
+            scratch_bytes=spent.scratch_bytes,
+            phases=spent.phases,
+        )
+
+    def follow(self, ranks: Ranks) -> Result:
+        """What a process beside the first does, once that has found that the job can begin."""
+        threads = ranks.broadcast(0)
+        directory, details = output_directory(self.output), Details()
+        if threads is not None:
+            stage = self.kind(self.kind.opened(Checkpoint.open(self.source)), self.options)
+            workspace = Books(directory) if self.kind.has_trainer else RankBooks(directory, ranks)
+            with _storage_explained(directory), listening() as interrupt, with_threads(threads):
+                job = Job(stage.source, workspace, self.options, stage.recipe(), interrupt=interrupt, ranks=ranks)
+                details = stage.run(job)
+        return self._result(directory, details)
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.resume and not self.overwrite
+
+    def _check_resources(self, stage: AnyStage, plan: Plan, directory: Path, ranks: Ranks, kept: int | None) -> None:
+        """Refuse, before anything is written or thrown away, what there is no room or no text for."""
+        options = stage.options
+        if (large := too_large(stage, plan)) is not None:
+            self.progress.log(large)
+        needs = replace(plan, memory_bytes=ranks.here * plan.memory_bytes)
+        needs.check(directory, memory=options.memory, disk=options.disk, kept=kept)
+        if self.overwrite and isinstance(options, TextOptions) and options.calibration:
+            # No earlier result is thrown away for a text that cannot be used.
+            calibration_windows(stage.source, options, blank_text)
+
+    def _result(self, directory: Path, details: Details | None = None) -> Result:
+        return Result(
+            stage=self.kind.name,
+            input=str(self.source),
+            output=str(directory),
+            seconds=round(time.monotonic() - self.began, 2),
+            peak_memory_bytes=anonymous_bytes(),
+            details=details or Details(),
+        )
 
 
 def _threads(workspace: Books) -> int:
@@ -226,19 +264,6 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
     return None if is_resumed else time.monotonic() - began
 
 
-def _follow(kind: type[AnyStage], source: str | Path, output: str | Path, options: RunOptions, ranks: Ranks) -> Result:
-    """What a process beside the first does, once that has found that the job can begin."""
-    began, threads = time.monotonic(), ranks.broadcast(0)
-    directory, details = output_directory(output), Details()
-    if threads is not None:
-        stage = kind(kind.opened(Checkpoint.open(source)), options)
-        workspace = Books(directory) if kind.has_trainer else RankBooks(directory, ranks)
-        with _storage_explained(directory), listening() as interrupt, with_threads(threads):
-            job = Job(stage.source, workspace, options, stage.recipe(), interrupt=interrupt, ranks=ranks)
-            details = stage.run(job)
-    return _result(kind, source, directory, began, details)
-
-
 @contextmanager
 def _storage_explained(directory: Path, needed: int | None = None) -> Iterator[None]:
     """Turn what libraries make of a full disk into an error with the numbers."""
@@ -250,17 +275,3 @@ def _storage_explained(directory: Path, needed: int | None = None) -> Iterator[N
         if (problem := storage_problem(error, directory, needed)) is None:
             raise
         raise problem from error
-
-
-def _result(
-    kind: type[AnyStage], source: str | Path, directory: Path, began: float, details: Details | None = None
-) -> Result:
-    """The result of a run that began at that time."""
-    return Result(
-        stage=kind.name,
-        input=str(source),
-        output=str(directory),
-        seconds=round(time.monotonic() - began, 2),
-        peak_memory_bytes=anonymous_bytes(),
-        details=details or Details(),
-    )

@@ -147,11 +147,11 @@ class Meter(Progress):
             self._expected = phases
         self._progress.expect(phases)
 
-    def start(self, phase: str, total: int) -> None:
+    def start(self, phase: str, total: int, unit: str = "") -> None:
         self.peak.lap()
         self._phase, self._counted = self._phases.setdefault(phase, _Spent()), self._clock()
         self._look(self._phase)
-        self._progress.start(phase, total)
+        self._progress.start(phase, total, unit)
 
     def advance(self) -> None:
         if self._phase is not None and self._clock() >= self._next_look:

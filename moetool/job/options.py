@@ -43,7 +43,16 @@ def _words(text: str) -> list[str]:
     return words
 
 
+def joined(value: object) -> object:
+    """[a, b] → `a,b`: what an option that takes a list with commas is when it is given several times, or a list in a
+    preset; anything but a list of text or whole numbers passes through."""
+    if not isinstance(value, list | tuple) or not value or any(type(part) not in (str, int) for part in value):
+        return value
+    return ",".join(map(str, value))
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+Listed = Annotated[str, BeforeValidator(joined)]  # a list with commas that something else takes apart
 
 
 class Options(BaseModel):
@@ -70,7 +79,7 @@ class TextOptions(Options):
 
     group: ClassVar[str] = "Calibration"  # of the help
 
-    calibration: str | None = Field(
+    calibration: Listed | None = Field(
         None, description=f"Calibration text: {TEXTS} [default: bundled, where a text is needed]."
     )
     samples: int = Field(128, ge=1, description="Windows of calibration text.")

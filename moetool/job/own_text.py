@@ -71,7 +71,7 @@ def own_text(job: Job[Any], options: TextOptions) -> OwnText:
         file = job.work / f"{name}.safetensors"
         if job.unit(name):
             tokenizer = load_tokenizer(job.source.checkpoint.path)
-            with phase(job.progress, SAMPLE, -(-count // windows_at_once(length))):
+            with phase(job.progress, SAMPLE, -(-count // windows_at_once(length)), "batches of windows"):
                 model = load_model(job.source.checkpoint, job.compute_dtype, job.device)
                 made = sampled_windows(
                     model,

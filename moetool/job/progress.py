@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from moetool.job.result import PhaseTime
 
+BATCHES = "batches through layers"  # of a text that goes through a model layer by layer: of one batch a layer
+
 
 class Progress:
     """Receiver of a job's progress; this base class ignores all of it, and displays override it."""
@@ -12,8 +14,9 @@ class Progress:
     def expect(self, phases: Sequence[PhaseTime]) -> None:
         """Note which phases will come, and how long each is predicted to take."""
 
-    def start(self, phase: str, total: int) -> None:
-        """Begin a phase of `total` steps; 0 if their number is not known."""
+    def start(self, phase: str, total: int, unit: str = "") -> None:
+        """Begin a phase of `total` steps; 0 if their number is not known. Each step is one of `unit`: layers, windows,
+        files ..."""
 
     def advance(self) -> None:
         """Count one step of the current phase as done."""
@@ -32,9 +35,17 @@ SILENT = Progress()
 
 
 @contextmanager
-def phase(progress: Progress, name: str, total: int) -> Iterator[None]:
-    """Report a phase for the time of the `with` block; whatever is raised in it stops the phase."""
-    progress.start(name, total)
+def phase(progress: Progress, name: str, total: int = 0, unit: str = "") -> Iterator[None]:
+    """Report a phase for the time of the `with` block; whatever is raised in it stops the phase.
+
+    Args:
+        progress: what it is reported to.
+        name: of the phase.
+        total: its steps; 0 if their number is not known.
+        unit: what is counted, in the plural (layers, windows, files).
+    """
+    assert unit or not total, f"{name}: {total} of what?"
+    progress.start(name, total, unit)
     try:
         yield
     except BaseException:

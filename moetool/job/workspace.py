@@ -108,7 +108,7 @@ class Workspace(Books):
         journal, damaged = self._journal, set()
         expected = [(unit, name) for unit, found in journal.units.items() for name in found.files]
         if expected:
-            with phase(self._progress, "Check", len(expected)):
+            with phase(self._progress, "Check", len(expected), "files"):
                 for unit, name in expected:
                     if not is_intact(self.output / name, journal.units[unit].files[name]):
                         damaged.add(unit)

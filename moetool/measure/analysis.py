@@ -18,7 +18,7 @@ from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.job import Source
-from moetool.job.options import Options
+from moetool.job.options import Options, split_names
 from moetool.job.progress import Progress, phase
 from moetool.job.records import read_statistics
 from moetool.job.result import Keyed
@@ -30,10 +30,11 @@ _DIGITS = 6
 
 
 def _parse_layers(value: object) -> object:
-    if not isinstance(value, str):
-        return value
+    parts = split_names(value)
+    if not isinstance(parts, list):
+        return parts
     try:
-        return tuple(sorted({int(part) for part in value.split(",")}))
+        return tuple(sorted(set(map(int, parts))))
     except ValueError as error:
         raise ValueError("this is not a list of layers; write it like 0,4,8") from error
 
@@ -62,7 +63,7 @@ def analyse(path: str | Path, options: AnalysisOptions, progress: Progress) -> A
     chosen = _chosen(reader, options)
     statistics = read_statistics(source)
     layers = []
-    with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1)):
+    with phase(progress, "Analyse", len(chosen) * len(reader.shape.roles) * (reader.shape.experts + 1), "matrices"):
         for layer in chosen:
             measured = statistics.get(layer)
             fisher = measured.fisher if measured is not None and measured.has_fisher else None

@@ -176,7 +176,7 @@ def _note_all(
 ) -> list[Noted]:
     """Write the logits of every batch, and let go of the model."""
     model = load_for(original, options.device, options.compute_dtype, progress)
-    with phase(progress, "Original", len(batches)):
+    with phase(progress, "Original", len(batches), "batches of windows"):
         return [_note(file, place, asked.logits(model, rows), progress) for rows in batches]
 
 

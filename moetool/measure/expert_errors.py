@@ -86,7 +86,7 @@ class ExpertErrors:
 
     def compare(self, progress: Progress) -> None:
         """Compare every expert matrix of the result with the source's and record relative errors and problems."""
-        with phase(progress, "Compare experts", len(self._made.moe_layers)):
+        with phase(progress, "Compare experts", len(self._made.moe_layers), "layers"):
             for layer in self._made.moe_layers:
                 self.relative[layer], self.by_expert[layer] = {}, {}
                 made_good = [0.0] * self._made.count(layer)

@@ -16,6 +16,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.families import architecture_of, is_opaque
 from moetool.job.job import pick_device
+from moetool.job.options import Listed
 from moetool.job.progress import Progress, phase
 from moetool.job.result import relative_error
 from moetool.measure.divergence import Batches
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class LikenessOptions(LoadedOptions):
     """Options of the comparison of a checkpoint with its source: the text, and how unlike the two may be."""
 
-    text: str | None = Field(
+    text: Listed | None = Field(
         None,
         description="With --against, also run both on these texts (files, folders, hub data sets or bundled[:KIND], "
         "with commas): KL divergence, top-1 agreement, and the error of each layer's output.",
@@ -156,7 +157,7 @@ def layer_errors(
     ]
     hidden = [models[0].embed(rows) for rows in batches]
     errors: dict[int, float] = {}
-    with phase(progress, "Compare layers", models[0].layer_count):
+    with phase(progress, "Compare layers", models[0].layer_count, "layers"):
         for index in range(models[0].layer_count):
             true, given = (_outputs(model, index, hidden, batches) for model in models)
             lost = sum(_energy(ours - theirs) for ours, theirs in zip(given, true, strict=True))

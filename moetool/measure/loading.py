@@ -68,7 +68,7 @@ def load_for(
         needed, free = format_bytes(memory.needed), format_bytes(memory.free)
         progress.log(f"Loading needs about {needed} of memory, {free} are free.")
     check_sizes(checkpoint)
-    with phase(progress, "Load", 0), described_in(checkpoint.path):
+    with phase(progress, "Load"), described_in(checkpoint.path):
         model = load_model(checkpoint, dtype, place, paged=paged)
         with torch.inference_mode():
             # A config can promise what its layers cannot compute, which none of them says before it runs.

@@ -1,6 +1,6 @@
 """Options that all commands have in common that load a model and run it."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,9 +8,13 @@ from moetool.checkpoint.sizes import ByteSize, Part
 from moetool.job.options import Options
 from moetool.runtime.synthesis import Synthesis
 
+_GROUP = "Running the model"  # title of these options in `--help`
+
 
 class LoadedOptions(Options):
     """Options for loading a model to run it: device, dtype, and share of experts of a moefied model."""
+
+    group: ClassVar[str] = _GROUP
 
     device: str = Field("auto", description="cpu, cuda, … or `map` to spread a large model over what there is.")
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -23,6 +27,8 @@ class LoadedOptions(Options):
 
 class PagedOptions(LoadedOptions):
     """Options of commands that can leave experts in their files, for a model that is larger than memory."""
+
+    group: ClassVar[str] = _GROUP
 
     offload: Literal["none", "experts"] = Field(
         "none",
@@ -48,6 +54,8 @@ class PagedOptions(LoadedOptions):
 class EvaluatedOptions(PagedOptions):
     """Options of commands that run a model on many tokens at a time."""
 
+    group: ClassVar[str] = _GROUP
+
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="For running the model (auto: float32 on CPU, else as stored)."
     )
@@ -60,6 +68,8 @@ class EvaluatedOptions(PagedOptions):
 
 class GeneratingOptions(PagedOptions):
     """Options of commands that run a model token by token."""
+
+    group: ClassVar[str] = _GROUP
 
     synthesize: Synthesis = Field(
         "auto",

@@ -20,6 +20,7 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import VerificationError
+from moetool.job.options import Listed
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.divergence import original_beside
 from moetool.measure.loading import load_to_evaluate
@@ -33,7 +34,7 @@ from moetool.runtime.modules.batch_dependence import depends_on_batch
 class EvaluationOptions(EvaluatedOptions):
     """Options of an evaluation: texts, windows, dtype, and the model to compare with."""
 
-    data: str = Field(
+    data: Listed = Field(
         description="Texts: files, folders, hub data sets or bundled[:KIND], as for --calibration; several get "
         "a row each. [required without --tasks]"
     )
@@ -59,6 +60,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     checkpoint = Checkpoint.open(path)
     tokenizer = load_tokenizer(checkpoint.path)
     encoder = is_encoder(checkpoint.config)
+    sources = calibration_sources(checkpoint, options.against)  # a manifest that cannot be read costs no evaluation
     options = fitted(options, checkpoint, tokenizer)
     texts = open_texts(
         options.data,
@@ -81,14 +83,13 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
     with beside as comparison:
         model, synthesis = load_to_evaluate(checkpoint, options, progress)
         losses = list[Tensor]()
-        with phase(progress, "Evaluate", len(batches)):
+        with phase(progress, "Evaluate", len(batches), "batches of windows"):
             for number, rows in enumerate(batches):
                 logits = asked.logits(model, rows)
                 losses.append(prediction_losses(logits, asked.targets(rows)))
                 if comparison is not None:
                     comparison.add(number, rows, logits, losses[-1])
                 progress.advance()
-    sources = calibration_sources(checkpoint, options.against)
     told = [
         TextLoss(
             name=text.name,

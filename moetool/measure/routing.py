@@ -11,7 +11,7 @@ from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, VerificationError
-from moetool.job.options import Options, fit_context
+from moetool.job.options import Listed, Options, fit_context
 from moetool.job.progress import SILENT, Progress, phase
 from moetool.measure.loading import load_for
 from moetool.measure.results import Clustering, RoutingResult, TextRouting
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 class RoutingOptions(Options):
     """Options of `moetool routing`: texts to compare, windows, device and dtype."""
 
-    data: str = Field(description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas.")
+    data: Listed = Field(
+        description="Texts to tell apart: files, folders, hub data sets or bundled[:KIND], with commas."
+    )
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")
     windows: int | None = Field(64, ge=1, description="Use only the first N windows of each text.")
     bos: Bos = Field("auto", description=BOS_HELP)
@@ -117,7 +119,7 @@ def routing(path: str, options: RoutingOptions, progress: Progress = SILENT) -> 
     found = []
     for text, windows in opened:
         counts = []
-        with phase(progress, text, len(windows)):
+        with phase(progress, text, len(windows), "windows"):
             for window in windows:
                 counts.append(counter.counts(window[None].to(model.device), top_k))
                 progress.advance()

@@ -90,7 +90,7 @@ def verify_checkpoint(
         original = _compared(checkpoint, made, against, manifest, known, is_packed=is_packed)
         problems += original.problems
         notes += original.notes
-    with phase(progress, "Verify", len(checkpoint.tensors)):
+    with phase(progress, "Verify", len(checkpoint.tensors), "tensors"):
         for name in checkpoint.tensors:
             tensor = checkpoint.read(name)
             if not is_finite(tensor):
@@ -183,7 +183,7 @@ def _verify_unread(path: str | Path, file: GgufModel, progress: Progress, *, edi
     if (manifest := manifest_of(file.file.parent)) is not None:
         found = check_files(file.file.parent, manifest, edited=edited)
         problems, notes = found.problems, [*notes, *found.notes]
-    with phase(progress, "Verify", len(file.tensors)):
+    with phase(progress, "Verify", len(file.tensors), "tensors"):
         for name in file.tensors:
             if not all(map(is_finite, file.matrices(name))):
                 problems.append(f"{name} holds NaN or infinity")
@@ -205,7 +205,7 @@ def _verify_base(path: str | Path, against: str | Path | None, progress: Progres
         comparison = Comparison(against=str(against), stages=stages, same_tensors=0, rounded_tensors=0)
     _raise_for(path, problems)  # what is not whole cannot be read
     files, tensors = sorted(folder.glob("*.safetensors")), 0
-    with phase(progress, "Verify", len(files)):
+    with phase(progress, "Verify", len(files), "files"):
         for file in files:
             for name, tensor in load_file(file).items():
                 tensors += 1

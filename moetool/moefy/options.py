@@ -6,7 +6,7 @@ from pydantic import Field
 
 from moetool.checkpoint.sizes import Part
 from moetool.convert.stage import ConversionOptions
-from moetool.job.options import TEXTS
+from moetool.job.options import TEXTS, Listed
 
 
 class MoefyOptions(ConversionOptions):
@@ -17,7 +17,7 @@ class MoefyOptions(ConversionOptions):
         "itself; 64, if others choose than a projection)."
     )  # fmt: skip
     keep: Part = Field(0.75, gt=0, le=1, description="Share of the experts that one token uses; may be changed later.")
-    layers: str = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
+    layers: Listed = Field("all", description="Layers to split: all, every:N, or a list such as 0,4,8.")
     selector: Literal["projection", "mlp", "oracle", "random"] | None = Field(
         None, description="What chooses: a projection of the FFN itself, which is computed for all neurons; a small "
         "trained network; the true scores (no faster, for comparison); or chance, once for all tokens (default: a "
@@ -33,5 +33,5 @@ class MoefyOptions(ConversionOptions):
     )  # fmt: skip
     epochs: int = Field(30, ge=1, description="Passes of a selector's training.")
     selector_tokens: int = Field(32768, ge=1, description="Most tokens that a selector is trained on.")
-    calibration: str | None = Field(None, description=f"Text for activations and selectors: {TEXTS}.")
+    calibration: Listed | None = Field(None, description=f"Text for activations and selectors: {TEXTS}.")
     samples: int = Field(128, ge=1, description="Windows of calibration text.")

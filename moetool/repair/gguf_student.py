@@ -149,7 +149,7 @@ class GgufStudent(Student):
         held = self.source.checkpoint.tensors
         save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
         trained = Checkpoint.open(directory)
-        with phase(job.progress, WRITE, len(self._file.tensors)):
+        with phase(job.progress, WRITE, len(self._file.tensors), "tensors"):
             write_rescaled(self.source.path, GgufSource.of(trained), file, job.progress)
         if self.options.proof:
             worst = prove_rescaled(file, trained)

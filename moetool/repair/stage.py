@@ -26,7 +26,7 @@ from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan, usable_bytes
-from moetool.job.progress import phase
+from moetool.job.progress import BATCHES, phase
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.repair.costs import (
@@ -272,7 +272,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             experts_at_once=teacher.experts_at_once,
         )
         sweep = Sweep(model, texts.whole, job.work, job.progress.advance, kept=torch.float32)
-        with phase(job.progress, NOTE, (model.layer_count + 2) * sweep.batch_count):
+        with phase(job.progress, NOTE, (model.layer_count + 2) * sweep.batch_count, BATCHES):
             found = predictions(sweep, k, self._teaching.target, job.progress, job.interrupt)
         sweep.hidden(model.layer_count).path.unlink()
         note(file, found)

@@ -105,7 +105,7 @@ class Distilling:
         options, began = self._options, time.monotonic()
         steps, stopped = options.steps, None
         due = {math.ceil(steps * part / options.evaluations) for part in range(1, options.evaluations + 1)}
-        with phase(progress, REPAIR, steps):
+        with phase(progress, REPAIR, steps, "steps"):
             before = self._divergences()
             if not all(map(math.isfinite, before.values())):
                 raise VerificationError(

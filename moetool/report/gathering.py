@@ -56,7 +56,7 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     """
     if options.layers is not None and not options.analysis:
         raise UsageError("--layers limits --analysis: give both.")
-    recorded = None if options.results is None else read_recorded(options.results)
+    recorded = read_recorded(options.results) if options.results else None
     checkpoint = open_for_planning(path)
     against = None if options.against is None else open_for_planning(options.against)
     experts = _experts(checkpoint)
@@ -65,6 +65,8 @@ def gather(path: str, output: Path, options: ReportOptions, progress: Progress =
     inspection = inspect_checkpoint(path) if _is_inspected(checkpoint.config) else None
     jobs = kept_runs(noted, manifest, recorded)
     notes = [] if (untold := without_costs(noted, manifest)) is None else [untold]
+    if manifest is None and moetool_entry(checkpoint.config) is not None:
+        notes.append(f"{MANIFEST} is missing: nothing says how this model was made.")
     saved, unread = saved_evaluations(checkpoint)
     notes += unread
     if options.analysis and experts is None:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
+from moetool.job.options import Listed, Names
 from moetool.measure.analysis import AnalysisOptions
 
 
@@ -16,15 +17,15 @@ class ReportOptions(AnalysisOptions):
         description="Read the experts: their similarity, the energy of singular values, and sensitivity; without "
         "--layers of at most 8 layers.",
     )
-    data: str | None = Field(
+    data: Listed | None = Field(
         None,
         description="Run the model on texts: perplexity on each, and which experts it reaches. As for --calibration.",
     )
     against: str | None = Field(
         None, description="What the model was made from: sizes before, and with --data KL divergence and agreement."
     )
-    results: str | None = Field(
-        None, description="Files of what compress, tune, eval and others have printed with --json, with commas."
+    results: Names = Field(
+        (), description="Files of what compress, tune, eval and others have printed with --json, with commas."
     )
     windows: int | None = Field(64, ge=1, description="Use only the first N windows of each text.")
     sequence_length: int = Field(2048, ge=2, description="Tokens per window; by default no more than the context.")

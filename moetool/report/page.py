@@ -90,7 +90,7 @@ def _drawn(found: list[Section], progress: Progress) -> Mapping[str, list[Drawn]
     if not pictures.is_there():
         return {section.name: [] for section in found}
     drawn: dict[str, list[Drawn]] = {section.name: [] for section in found}
-    with phase(progress, "Draw", sum(len(section.charts) for section in found)):
+    with phase(progress, "Draw", sum(len(section.charts) for section in found), "charts"):
         for section in found:
             for number, chart in enumerate(section.charts):
                 svg = pictures.draw(chart, f"{section.name}-{number}")

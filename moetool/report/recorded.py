@@ -1,7 +1,7 @@
 """Records for a report: files that jobs left beside their results, and saved output of commands with `--json`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,11 +11,11 @@ from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import Manifest
 from moetool.checkpoint.names import COSTS
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.source import local_path
+from moetool.checkpoint.source import is_here, local_path
 from moetool.errors import InvalidInputError
 from moetool.job.metering import ExpectedCosts, read_costs, unreadable_costs
 from moetool.job.result import PhaseCost, Printed
-from moetool.measure.results import Evaluation, RoutingResult
+from moetool.measure.results import Divergence, Evaluation, RoutingResult
 from moetool.measure.tasks.results import saved_beside
 
 RecordT = TypeVar("RecordT", bound=Printed)
@@ -132,8 +132,30 @@ def saved_evaluations(checkpoint: Checkpoint) -> tuple[list[Evaluation], list[st
     return found, notes
 
 
-def read_recorded(names: str) -> RecordedResults:
-    """Read files, named with commas between them.
+def is_same_measurement(one: Evaluation, other: Evaluation) -> bool:
+    """Whether two evaluations of the same weights, read from here, measured the same on the same texts against the same
+    original, however these were named (`text.txt`, `./text.txt`), and whatever memory was free."""
+    return _unnamed(one) == replace(_unnamed(other), synthesis=one.synthesis)
+
+
+def _unnamed(found: Evaluation) -> Evaluation:
+    """An evaluation without the model's name, and with whole paths of texts and originals that are here."""
+    texts = [replace(text, name=_whole(text.name), against=_whole_original(text.against)) for text in found.texts]
+    return replace(
+        found, model="", data="", texts=texts, against=_whole_original(found.against), over_texts=None, calibration=()
+    )
+
+
+def _whole_original(found: Divergence | None) -> Divergence | None:
+    return None if found is None else replace(found, model=_whole(found.model))
+
+
+def _whole(name: str) -> str:
+    return str(local_path(name).resolve()) if is_here(name) else name
+
+
+def read_recorded(names: Iterable[str]) -> RecordedResults:
+    """Read files of these names.
 
     Raises:
         InvalidInputError: one is not there, or not what a command of moetool prints.
@@ -141,9 +163,12 @@ def read_recorded(names: str) -> RecordedResults:
     runs: list[RecordedRun] = []
     evaluations: list[Evaluation] = []
     routings: list[RoutingResult] = []
-    for name in filter(None, map(str.strip, names.split(","))):
+    for name in names:
         path = local_path(name)
-        content = _read(path)
+        try:
+            content = _read(path)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--results: {error}") from error
         if "stage" in content and "seconds" in content:
             runs.append(_as(RecordedRun, content, path, "--results "))
         elif "perplexity" in content and "nll" in content:
@@ -162,7 +187,7 @@ def read_recorded(names: str) -> RecordedResults:
 
 
 def _read(path: Path) -> dict[str, object]:
-    return read_object(path, lambda: f"--results: there is no file {path}.")[1]
+    return read_object(path, lambda: f"There is no file {path}.")[1]
 
 
 def _as(kind: type[RecordT], content: Mapping[str, object], path: Path, option: str = "") -> RecordT:

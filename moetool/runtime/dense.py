@@ -10,7 +10,7 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.header import check_dtype
-from moetool.checkpoint.promises import lacking
+from moetool.checkpoint.promises import check_shape, lacking
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
@@ -49,10 +49,10 @@ class DenseModel:
         if missing := [name for name in named if name not in self.checkpoint.tensors]:
             promise = f" It is that of a dense model ({self.architecture.model_types[0]})."
             raise lacking(self.checkpoint.source, missing, self.checkpoint.tensors, promise)
-        name = self.architecture.weight_name(self.ffn_layers[0], "down")
-        down = self.checkpoint.info(name).shape
+        first = self.architecture.weight_name(self.ffn_layers[0], "down")
+        down = self.checkpoint.info(first).shape
         if len(down) != 2:
-            raise InvalidInputError(f"{name} is no matrix: {list(down)}.")
+            raise InvalidInputError(f"{first} is no matrix: {list(down)}.")
         self.hidden, self.intermediate = self._turned(down)
         for layer in self.ffn_layers:
             for role in self.architecture.roles:
@@ -60,10 +60,9 @@ class DenseModel:
                 rows, columns = self.shape(role)
                 if role != "down" and self.architecture.is_joined:
                     rows *= 2
-                found, expected = self.checkpoint.info(name).shape, self._turned((rows, columns))
-                if found != expected:
-                    raise InvalidInputError(f"Tensor {name} has shape {list(found)}; expected {list(expected)}.")
-                check_dtype(f"The numbers of {name}", self.checkpoint.info(name).dtype)
+                info = self.checkpoint.info(name)
+                check_shape(self.checkpoint.source, name, info.shape, self._turned((rows, columns)), by=first)
+                check_dtype(f"The numbers of {name}", info.dtype)
 
     @cached_property
     def config(self) -> "PreTrainedConfig":

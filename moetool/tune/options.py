@@ -1,12 +1,12 @@
 """Options of `moetool tune`: data, what is trained, router losses and the schedule."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from moetool.calibration.opening import BOS_HELP, Bos
 from moetool.checkpoint.sizes import Part
-from moetool.job.options import RunOptions
+from moetool.job.options import Listed, Options, RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 LORA_ALPHA = 16.0
@@ -14,25 +14,41 @@ TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
 
-class TuneOptions(RunOptions):
-    """Options of `moetool tune`: the examples, number of steps, what is trained, and the router losses."""
+class TrainedOptions(Options):
+    """Options that say which parameters learn, and in which form."""
 
-    data: str = Field(
-        description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
-        "a hub data set name[:config[:split]]; several with commas."
+    group: ClassVar[str] = "What is trained"
+
+    train: Literal["auto", "all", "experts", "task-experts"] = Field(
+        "auto",
+        description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
+        "only the experts that the examples use most (ESFT).",
     )
-    eval_data: str | None = Field(None, description="Held-out examples to measure the loss on, named as for --data.")
-    sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
-    bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
-    packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the data, unless --steps says how long.")
-    steps: int | None = Field(None, ge=1, description="Optimizer steps.")
-    batch_size: int = Field(8, ge=1, description="Rows per step and device.")
-    accumulation: int = Field(1, ge=1, description="Batches per optimizer step.")
-    learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
-    warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    task_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
+        f"choices of the examples' tokens [default: {TASK_SHARE}].",
+    )
+    freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
+    lora_rank: int | None = Field(
+        None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
+        "merge them at the end."
+    )  # fmt: skip
+    lora_alpha: float | None = Field(
+        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
+    )
+    quantize_base: Literal["none", "nf4", "int8"] = Field(
+        "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
+    )
+
+
+class BalanceOptions(Options):
+    """Options of what keeps the experts of an MoE model in equal use."""
+
+    group: ClassVar[str] = "Balance of experts"
+
     balance: float | None = Field(
         None,
         ge=0,
@@ -46,18 +62,20 @@ class TuneOptions(RunOptions):
         "how much it moves per step, up for experts chosen less often than the mean. 0.001 is usual.",
     )
     z: float = Field(0.0, ge=0, description="Weight of the router z-loss; 0.001 is usual.")
-    train: Literal["auto", "all", "experts", "task-experts"] = Field(
-        "auto",
-        description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
-        "only the experts that the examples use most (ESFT).",
-    )
-    task_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="With --train task-experts: of each layer the fewest experts learn that get this share of the "
-        f"choices of the examples' tokens [default: {TASK_SHARE}].",
-    )
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the load-balancing loss: what was given, or the default."""
+        if self.balance is not None:
+            return self.balance
+        return BALANCE if self.balance_bias is None else 0.0
+
+
+class TeacherOptions(Options):
+    """Options of distillation."""
+
+    group: ClassVar[str] = "Distillation"
+
     teacher: str | None = Field(
         None,
         description="A model with the same tokenizer, a directory or hub id, whose predictions are learnt, too "
@@ -70,17 +88,13 @@ class TuneOptions(RunOptions):
         description="Share of the loss that is the divergence from the teacher's predictions; the rest is that of the "
         f"text [default: {TEACHER_SHARE}].",
     )
-    freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
-    lora_rank: int | None = Field(
-        None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
-        "merge them at the end."
-    )  # fmt: skip
-    lora_alpha: float | None = Field(
-        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
-    )
-    quantize_base: Literal["none", "nf4", "int8"] = Field(
-        "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
-    )
+
+
+class MaskOptions(Options):
+    """Options of a model that `upcycle --method simoe` made; no other has masks."""
+
+    group: ClassVar[str] = "Models of upcycle --method simoe"
+
     mask_learning_rate: float | None = Field(
         None, gt=0, description="Of SIMoE's masks [default: so that one can close in a third of the steps]."
     )
@@ -90,17 +104,40 @@ class TuneOptions(RunOptions):
     )  # fmt: skip
     overlap: float = Field(5e-6, ge=0, description="Weight of what SIMoE's masks have in common.")
     sample_masks: bool = Field(False, description="Draw SIMoE's masks in every step instead of taking their medians.")
-    gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
-    bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
+
+
+class LogOptions(Options):
+    """Options of what is told and kept while a model is trained."""
+
+    group: ClassVar[str] = "Log and checkpoints"
+
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations [default: at the end].")
     save_every: int = Field(100, ge=1, description="Steps between checkpoints that --resume goes on from.")
     log_every: int = Field(10, ge=1, description="Steps between lines of log.")
-    report_to: str = Field("none", description="wandb, tensorboard … as transformers knows them; several with commas.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
+    report_to: Listed = Field(
+        "none", description="wandb, tensorboard … as transformers knows them; several with commas."
+    )
 
-    @property
-    def balance_weight(self) -> float:
-        """Weight of the load-balancing loss: what was given, or the default."""
-        if self.balance is not None:
-            return self.balance
-        return BALANCE if self.balance_bias is None else 0.0
+
+class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, TrainedOptions, RunOptions):
+    """Options of `moetool tune`: the examples and the schedule; what is trained, router losses and all else above."""
+
+    data: Listed = Field(
+        description="Examples: .jsonl or .parquet with messages, prompt and completion, text or content; a .txt file; "
+        "a hub data set name[:config[:split]]; several with commas."
+    )
+    eval_data: Listed | None = Field(None, description="Held-out examples to measure the loss on, named as for --data.")
+    sequence_length: int = Field(1024, ge=2, description="Tokens per row; longer examples are cut.")
+    bos: Bos = Field("auto", description=f"{BOS_HELP} Chat templates say so themselves.")
+    packing: bool = Field(True, description="Several short examples in one row, none of which sees another.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data, unless --steps says how long.")
+    steps: int | None = Field(None, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(8, ge=1, description="Rows per step and device.")
+    accumulation: int = Field(1, ge=1, description="Batches per optimizer step.")
+    learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
+    warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
+    bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")

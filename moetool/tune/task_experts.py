@@ -58,7 +58,7 @@ def train_task_experts(job: Job[Any], model: "PreTrainedModel", examples: Sequen
     layers = routed_experts(model)
     model.to(job.device)
     batches = list(_batches(examples))
-    with phase(job.progress, CHOOSE, len(batches)):
+    with phase(job.progress, CHOOSE, len(batches), "batches"):
         counts = job.ranks.broadcast(count_choices(job, model, layers, batches))
     chosen = {name: most_chosen(own, share) for name, own in counts.items()}
     learning, every = sum(int(own.sum()) for own in chosen.values()), sum(map(len, chosen.values()))

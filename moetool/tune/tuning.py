@@ -78,7 +78,7 @@ def train(
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
         began = time.monotonic()
-        with phase(job.progress, TRAIN, steps - done):
+        with phase(job.progress, TRAIN, steps - done, "steps"):
             trainer = MoETrainer(
                 model=model,
                 args=arguments,
@@ -107,7 +107,7 @@ def train(
         job.interrupt.check()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
-            with phase(job.progress, "Evaluate", 0):
+            with phase(job.progress, "Evaluate"):
                 loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)

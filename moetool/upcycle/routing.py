@@ -17,7 +17,7 @@ from moetool.convert.stage import Conversion, ConversionOptions, MeasuredModel
 from moetool.errors import UsageError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
-from moetool.job.options import TEXTS
+from moetool.job.options import TEXTS, Listed
 from moetool.job.result import CalibrationFacts
 from moetool.numerics.seeding import linear_std
 from moetool.upcycle.router import centred, decorrelated, random_router
@@ -38,7 +38,7 @@ class RoutedOptions(ConversionOptions):
 
     experts: int | None = Field(8, ge=2, le=10_000, description="Routed experts per layer.")
     top_k: int = Field(2, ge=1, description="Experts per token.")
-    layers: str = Field("all", description="Layers that get experts: all, every:N, or a list such as 0,4,8.")
+    layers: Listed = Field("all", description="Layers that get experts: all, every:N, or a list such as 0,4,8.")
     router_std: float | None = Field(
         None, gt=0, description="Standard deviation of the routers' weights [default: 1/√(3·hidden)]."
     )
@@ -46,7 +46,7 @@ class RoutedOptions(ConversionOptions):
         None, description="Fit the routers to the calibration text, or to the bundled one where none is given, so that "
         "no expert starts without tokens [default: on where a text is given]."
     )  # fmt: skip
-    calibration: str | None = Field(None, description=f"Text for the routers and for the proof: {TEXTS}.")
+    calibration: Listed | None = Field(None, description=f"Text for the routers and for the proof: {TEXTS}.")
 
 
 RoutedT = TypeVar("RoutedT", bound=RoutedOptions, default=RoutedOptions)

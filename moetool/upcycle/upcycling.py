@@ -11,9 +11,9 @@ from torch import Tensor
 from moetool.architectures import Architecture, MoEShape, Role, find_architecture
 from moetool.architectures.shape import by_name
 from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.promises import check_shape
 from moetool.checkpoint.writer import TensorSpec
 from moetool.convert.parts import REST, Converted, Made, mean
-from moetool.errors import InvalidInputError
 from moetool.format.entry import format_entry
 from moetool.format.kinds.base import PLACEHOLDER, Counts
 from moetool.format.kinds.moe import ROUTER, SHARED, MoESpec, fused_names, routed_scale
@@ -162,8 +162,7 @@ class Upcycled(Converted):
             spec = TensorSpec(name.replace("qkv_proj", projection), self.stored(info.dtype), (rows, *info.shape[1:]))
             yield Made(spec, partial(self._rows, name, start, start + rows))
             start += rows
-        if start != info.shape[0]:
-            raise InvalidInputError(f"Tensor {name} has {info.shape[0]} rows, config.json promises {start}.")
+        check_shape(self.dense.checkpoint.source, name, info.shape, (start, *info.shape[1:]))
 
     def _shifted(self, name: str, offset: float) -> Made:
         info = self.dense.checkpoint.info(name)

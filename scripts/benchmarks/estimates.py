@@ -54,7 +54,7 @@ class Clock:
     def expect(self, phases: Sequence[object]) -> None:
         self.start("", 0)
 
-    def start(self, phase: str, total: int) -> None:
+    def start(self, phase: str, total: int, unit: str = "") -> None:
         now = time.process_time()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0) + now - self._since
         self._phase, self._since = phase, now

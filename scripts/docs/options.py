@@ -24,7 +24,8 @@ HEADER = """# Options
 Every option of every command. This page is generated from the commands (`make docs`); a test compares it with them.
 `moetool COMMAND --help` shows the same, and with `--method NAME` the options of that method. In a preset
 (`--preset FILE.yaml`) an option is written with `_` for `-` and without the dashes. A share is
-written `0.4` or `40%`, a size `20GB` or `16GiB`.
+written `0.4` or `40%`, a size `20GB` or `16GiB`. An option that takes a list with commas may be given several times
+instead; any other has one value, and two different ones are an error.
 """
 COMMANDS = commands()
 STAGES = [name for name, (module, _) in COMMANDS.items() if module == "stage"]

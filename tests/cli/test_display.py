@@ -14,7 +14,7 @@ def told(capsys: pytest.CaptureFixture[str], seconds: float | None) -> str:
     display = Display()
     if seconds is not None:
         display.expect([PhaseTime("Forward", seconds), PhaseTime("Write", seconds)])
-    display.start("Forward", 4)
+    display.start("Forward", 4, "layers")
     display.skip(1)
     for _ in range(3):
         display.advance()
@@ -24,7 +24,7 @@ def told(capsys: pytest.CaptureFixture[str], seconds: float | None) -> str:
 
 def test_a_log_has_a_line_where_a_phase_begins(capsys: pytest.CaptureFixture[str]) -> None:
     said = told(capsys, 6000).splitlines()
-    assert said == ["Forward: begins, about 3 h 20 min left in all", "Forward: done in 0 s"]
+    assert said == ["Forward (4 layers): begins, about 3 h 20 min left in all", "Forward: done in 0 s"]
 
 
 def test_infinity_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,12 +49,12 @@ def test_a_phase_that_is_stopped_says_where(
             monkeypatch.setenv("COLUMNS", "100")
         display = Display()
         assert display._console.is_terminal == is_terminal
-        with pytest.raises(KeyboardInterrupt), phase(display, "Backward", 320):  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt), phase(display, "Backward", 320, "windows"):  # noqa: PT012
             for _ in range(203):
                 display.advance()
             raise KeyboardInterrupt
         said = capsys.readouterr().err
-        assert said.splitlines()[-1].endswith("Backward: stopped at 203 of 320 after 0 s")
+        assert said.splitlines()[-1].endswith("Backward: stopped at 203 of 320 windows after 0 s")
         assert "done" not in said
-        assert ("203/320" in said) == is_terminal
+        assert ("203/320 windows" in said) == is_terminal
         assert "320/320" not in said

@@ -128,23 +128,24 @@ def test_a_log_that_ends_does_not_end_the_job(tmp_path: Path, capsys: pytest.Cap
 def test_a_heartbeat_tells_where_the_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(EventLog(tmp_path / "log", tmp_path / "out"))
     display.expect([PhaseTime("Forward", 6000)])
-    display.start("Forward", 40)
+    display.start("Forward", 40, "batches")
     display.skip(10)
     display.advance()
     display.beat(2_000_000_000, 3_000_000_000)
     display.finish()
     said = capsys.readouterr().err
-    assert "Forward: 1 of 30, " in said
+    assert "Forward: 1 of 30 batches, " in said
     assert "memory 2.0 GB (peak 3.0 GB), about " in said
     assert "left in all\n" in said
     [beat] = [event for event in read(tmp_path / "log") if event["event"] == "heartbeat"]
-    assert (beat["phase"], beat["done"], beat["total"], beat["in_all"]) == ("Forward", 1, 30, True)
+    assert (beat["phase"], beat["done"], beat["total"], beat["unit"]) == ("Forward", 1, 30, "batches")
+    assert beat["in_all"]
     assert (beat["memory_bytes"], beat["peak_memory_bytes"]) == (2_000_000_000, 3_000_000_000)
 
 
 def test_rates_in_words() -> None:
     def said(rate: float, left: float | None) -> str:
-        return str(Pulse("Write", 3, 9, rate, 1000, 1000, left, False)).removeprefix("Write: 3 of 9")
+        return str(Pulse("Write", 3, 9, "layers", rate, 1000, 1000, left, False)).removeprefix("Write: 3 of 9 layers")
 
     assert said(4, 60) == ", 4.0 per s, memory 1.0 kB (peak 1.0 kB), about 60 s left"
     assert said(0.25, None) == ", 4.0 s each, memory 1.0 kB (peak 1.0 kB)"

@@ -40,10 +40,26 @@ def test_options_that_most_want_come_first_and_shared_ones_on_request() -> None:
     main, own = text.partition("\nOptions:\n")[::2]
     assert [main.index(f"--{name} ") for name in ("method", "ratio", "calibration", "dry-run", "resume")]
     assert "--trellis" in own
+    shared, only = own.split("\nOptions of --method hybrid:\n")
+    assert "--keep-stored" in shared
+    assert "--rotate" in only
     assert "--memory" not in text
     assert "--help-all shows" in text
     assert "These are the options of --method hybrid" in text
     assert "Example: moetool compress" in text
+
+
+def test_options_for_some_models_stand_apart() -> None:
+    text = shown(built("tune"), "tune")
+    own, masks = text.split("\nModels of upcycle --method simoe:\n")
+    assert "SIMoE" not in own
+    assert "--mask-learning-rate" in masks
+    assert "--memory" not in text
+    places = [own.index(title) for title in ("\nMain options:", "\nOptions:", "\nWhat is trained:", "\nDistillation:")]
+    assert places == sorted(places)
+    text = shown(built("eval"), "eval")
+    assert text.index("\nMain options:") < text.index("--data") < text.index("\nOptions:") < text.index("\nTasks:")
+    assert "--few-shot" in text.partition("\nTasks:")[2]
 
 
 def test_help_all_has_every_option() -> None:

@@ -211,7 +211,9 @@ def test_a_method_with_other_options_has_a_row_of_its_own(compare):
         ("d2moe", ("--option", "hybrid:base_bits=3"), "--methods has d2moe"),
         ("hybrid", ("--ratios", 0.5, "--option", "hybrid:base_bit=3"), "Did you mean base_bits?"),
         ("hybrid", ("--option", "hybrid:base_bits"), "NAME:OPTION=VALUE"),
-        ("hybrid", (), "Give one of --ratio or --size."),
+        ("hybrid", (), "hybrid needs a size: give --ratios 0.4,0.6 or --option hybrid:size=…."),
+        ("hybrid", ("--ratios", 0.5, "--option", "hybrid:base_bits=99"), "error: hybrid: --base-bits 99: "),
+        ("", ("--models", "one,one"), "--models names one twice"),
         ("", (), "Nothing to compare"),
     ],
 )

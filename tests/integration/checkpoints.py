@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from words import overridden
 
 import moetool
 from moetool.quiet import quiet
@@ -197,7 +198,7 @@ class CrashDriver:
     ) -> dict[str, Any]:
         """Run `(command, source, *options)` to `output` in `ranks` processes, as a launcher with such an `environment`
         does, and send the signal to the one numbered `rank` before its `at`-th change to it."""
-        command, source, *options = map(str, arguments)
+        command, source, *options = overridden(arguments)
         line = [command, source, str(output), *options]
         job = {"arguments": line, "watched": str(output), "at": at, "signal": sent, "ranks": ranks, "rank": rank}
         job["environment"] = dict(environment or {})

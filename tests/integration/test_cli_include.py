@@ -152,8 +152,8 @@ def test_a_result_whose_experts_have_few_bits_names_it(
     saved = dense - dense * (1 + 2 / 32) / 2  # codes and a scale for every row of 32
     sentence = (
         f"Attention and embeddings take {format_bytes(dense)} of {format_bytes(plain.told['bytes_after'])}, and the "
-        f"experts have {bits:.1f} bits per number: --include attention,embeddings would store these in 8 bits, and "
-        f"leave the experts {format_bytes(round(saved))} more."
+        f"experts have {bits:.1f} bits per number: --include attention,embeddings would store attention and "
+        f"embeddings in 8 bits, and leave the experts {format_bytes(round(saved))} more."
     )
     assert (bits < 3, sentence in plain.told["notes"]) == (few, few)
     if few:

@@ -81,7 +81,13 @@ def test_saved_again_and_tuned(made: Path, run_cli: Any, tiny_text: Path, tokens
 
 
 def test_rows_that_cannot_share_bytes_have_more_bits(
-    compress: Any, make_mixtral: Any, save_model: Any, run_cli: Any, tokens: Tensor, tmp_path: Path
+    compress: Any,
+    make_mixtral: Any,
+    save_model: Any,
+    run_cli: Any,
+    tokens: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save_model(make_mixtral(vocab_size=292, dtype=torch.bfloat16), tmp_path / "model")
     options = (*QUANTIZE, "--include", "attention:5,embeddings:5")
@@ -91,6 +97,12 @@ def test_rows_that_cannot_share_bytes_have_more_bits(
     found = bits_of(made)
     assert (found["model.embed_tokens"], found["lm_head"], found["model.layers.0.self_attn.q_proj"]) == (6, 6, 5)
     assert relative_error(logits(made, tokens), logits(source, tokens)) < 0.3
+    with monkeypatch.context() as patch:  # what a model with more in its embeddings is told
+        asked = {"attention": 5, "embeddings": 5}
+        patch.setattr("moetool.compress.mixing.stage.worth_including", lambda *_: asked)
+        few = compress(source, "--method", "hybrid", "--group-size", 16, "--size", "69kB")
+    (note,) = (note for note in few.told["notes"] if "--include" in note)
+    assert "--include attention:5,embeddings:5 would store attention in 5 bits and embeddings in 6 bits" in note
 
 
 @pytest.mark.parametrize(

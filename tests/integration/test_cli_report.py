@@ -13,6 +13,7 @@ from html_pages import Page, check_page
 
 from moetool.checkpoint.sizes import format_bytes
 from moetool.errors import ResourceError
+from moetool.measure.tasks.results import saved_beside
 
 MADE = ["How it was made", "Size"]
 LAST = ("Time, memory and scratch", "Options and versions")
@@ -224,6 +225,30 @@ def test_what_eval_has_measured_is_on_the_page(run_cli, models, tiny_mixtral, ti
     assert run_cli("verify", model).code == 0
 
 
+def test_a_measurement_is_saved_once_however_its_model_and_texts_are_named(
+    run_cli, models, tiny_mixtral, tiny_text, tmp_path, monkeypatch
+):
+    copy_of(models["d2moe"], tmp_path / "small")
+    shutil.copy(tiny_text, tmp_path / "held-out.txt")
+    monkeypatch.chdir(tmp_path)
+    for model, text in (("small", "held-out.txt"), ("./small", "./held-out.txt"), (tmp_path / "small", "held-out.txt")):
+        assert run_cli("eval", model, "--data", text, *WINDOWS, "--against", tiny_mixtral).code == 0
+    assert [file.name for file in tmp_path.glob("*.json")] == ["small.eval.json"]
+
+
+def test_results_of_a_model_with_a_longer_name_are_its_own(run_cli, models, tiny_text, tmp_path):
+    """`small.eval-old.eval.json` is of a model called `small.eval-old`."""
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    for other in ("small.eval-old", "small.eval-1", "small.evaluated"):
+        (tmp_path / f"{other}.json").write_text("{")
+        (tmp_path / f"{other}.eval.json").write_text("{")
+    for number in (3, 10):
+        (tmp_path / f"small.eval-{number}.json").write_text("{")
+    assert [file.name for file in saved_beside(str(model))] == ["small.eval-3.json", "small.eval-10.json"]
+    _, told = reported(run_cli, model, tmp_path / "a.html")
+    assert not [note for note in told.get("notes", ()) if "old" in note or "evaluated" in note or "-1." in note]
+
+
 def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, tiny_text, tmp_path):
     model = copy_of(models["d2moe"], tmp_path / "small")
     assert run_cli("eval", model, "--data", tiny_text, *WINDOWS).code == 0
@@ -238,6 +263,34 @@ def test_what_eval_has_measured_of_other_weights_is_left_out(run_cli, models, ti
     assert "small.eval-2.json is not valid JSON" in told["notes"][1]
     assert told["notes"][2].startswith("small.eval-3.json is left out: it does not say on which weights")
     assert len(reported(run_cli, model, tmp_path / "a.html", "--results", named)[0].rows(PERPLEXITY)) == 1
+
+
+def test_what_is_missing_or_damaged_is_said_before_anything_is_measured(run_cli, models, tiny_text, tmp_path):
+    model = copy_of(models["d2moe"], tmp_path / "small")
+    (model / "moetool.json").unlink()
+    _, told = reported(run_cli, model, tmp_path / "a.html")
+    assert told["notes"][0] == "moetool.json is missing: nothing says how this model was made."
+    (model / "moetool.json").write_text("{")
+    result = run_cli("eval", model, "--data", tiny_text, *WINDOWS)
+    assert result.code == 3
+    assert "moetool.json is not valid JSON" in result.stderr
+    assert "Evaluate" not in result.stderr
+    result = run_cli("eval", models["d2moe"], models["d2moe"], "--data", tiny_text, *WINDOWS)
+    assert result.code == 2
+    assert f"{models['d2moe']} is named twice" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"[1]", "holds a JSON list"), (b"\xff", "is not valid JSON"), (None, "There is no file")]
+)
+def test_results_that_cannot_be_read_are_named_with_their_option(run_cli, models, tmp_path, content, said):
+    file = tmp_path / "x.json"
+    if content is not None:
+        file.write_bytes(content)
+    result = run_cli("report", models["d2moe"], tmp_path / "a.html", "--results", file)
+    assert result.code == 3
+    assert result.stderr.startswith("error: --results: ")
+    assert said in result.stderr
 
 
 def test_a_folder_in_which_nobody_may_write_stops_no_evaluation(run_cli, models, tiny_text, monkeypatch):

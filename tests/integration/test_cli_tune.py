@@ -18,6 +18,7 @@ from checkpoints import ONE_THREAD, contents, copy_of, load, load_whole, logits,
 from safetensors.torch import save_file
 from sampling import sampled
 from torch import Tensor
+from words import overridden
 
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
 
@@ -266,7 +267,7 @@ def two_processes(crash: Any, tmp_path: Path) -> Any:
             done = crash(output, arguments, ranks=2, environment=environment)
             assert done["codes"] == [0, 0], done["stderr"]
             return json.loads(done["stdout"]), done["stderr"]
-        command, source, *options = map(str, arguments)
+        command, source, *options = overridden(arguments)
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "moetool")
         done = subprocess.run(
             [sys.executable, *launcher, command, source, str(output), *options],

@@ -15,7 +15,7 @@ def test_a_phase_that_comes_again_adds_to_the_first(tmp_path: Path) -> None:
     meter = Meter(Progress(), tmp_path, lambda: now[0])
     meter.expect([PhaseTime("Write", 2.0)])
     for name, seconds in (("Check", 1.0), ("Write", 2.5), ("Check", 0.25)):
-        with phase(meter, name, 1):
+        with phase(meter, name, 1, "layers"):
             now[0] += seconds
         now[0] += 10  # between phases
     found = meter.this_run
@@ -30,7 +30,7 @@ def test_a_phase_that_comes_again_adds_to_the_first(tmp_path: Path) -> None:
 def test_a_phase_that_fails_is_counted_too(tmp_path: Path) -> None:
     now = [0.0]
     meter = Meter(Progress(), tmp_path, lambda: now[0])
-    with suppress(RuntimeError), phase(meter, "Write", 1):
+    with suppress(RuntimeError), phase(meter, "Write", 1, "layers"):
         now[0] += 3
         raise RuntimeError
     assert [each.seconds for each in meter.this_run.phases] == [3.0]
@@ -40,13 +40,13 @@ def test_memory_and_scratch_are_those_of_each_phase(tmp_path: Path) -> None:
     work = tmp_path / WORK_DIRECTORY
     work.mkdir()
     meter = Meter(Progress(), tmp_path)
-    with phase(meter, "Forward", 1):
+    with phase(meter, "Forward", 1, "layers"):
         (work / "hidden").write_bytes(bytes(5000))
         held = bytearray(b"x") * 200_000_000
         meter.advance()
         del held
     (work / "hidden").unlink()
-    with phase(meter, "Write", 1):
+    with phase(meter, "Write", 1, "layers"):
         meter.advance()
     forward, write = meter.this_run.phases
     assert (forward.scratch_bytes, write.scratch_bytes) == (5000, 0)

@@ -22,7 +22,7 @@ def test_results_are_told_apart(tmp_path: Path) -> None:
     text = {"name": "t", "tokens": 9, "shares": [[0.25, 0.75]], "components": [[0, 0]]}
     told = {"model": "m", "begin": None, "data": [text], "depends_on_batch": False}
     (tmp_path / "routing.json").write_text(json.dumps(told))
-    found = read_recorded(f"{tmp_path}/run.json, {tmp_path}/routing.json")
+    found = read_recorded([f"{tmp_path}/run.json", f"{tmp_path}/routing.json"])
     assert [(run.stage, run.seconds, run.curve) for run in found.runs] == [("tune", 2.5, [{"step": 1, "loss": 2}])]
     assert found.routings[0].data[0].shares == [[0.25, 0.75]]
     assert found.evaluations == []
@@ -38,7 +38,7 @@ def test_an_infinite_perplexity_is_read_back(tmp_path: Path, capsys: pytest.Capt
     )  # fmt: skip
     print_json(found.to_json())
     (tmp_path / "eval.json").write_text(capsys.readouterr().out)
-    assert read_recorded(str(tmp_path / "eval.json")).evaluations == [found]
+    assert read_recorded([str(tmp_path / "eval.json")]).evaluations == [found]
 
 
 def test_evaluations_of_several_models(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_evaluations_of_several_models(tmp_path: Path) -> None:
     told = [{"model": own["model"], "fingerprint": "", "text": own} for own in texts]
     answered = {"model": "c", "fingerprint": "", "tasks": {"scores": []}}
     (tmp_path / "eval.json").write_text(json.dumps({"schema_version": 1, "models": [*told, answered]}))
-    assert [found.model for found in read_recorded(str(tmp_path / "eval.json")).evaluations] == ["a", "b"]
+    assert [found.model for found in read_recorded([str(tmp_path / "eval.json")]).evaluations] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_evaluations_of_several_models(tmp_path: Path) -> None:
 def test_what_is_no_result_is_refused(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(InvalidInputError, match=problem):
-        read_recorded(str(tmp_path / "x.json"))
+        read_recorded([str(tmp_path / "x.json")])
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="there is no file"):
-        read_recorded(str(tmp_path / "x.json"))
+    with pytest.raises(InvalidInputError, match="--results: There is no file"):
+        read_recorded([str(tmp_path / "x.json")])
 
 
 UPCYCLED = Origin(stage="vanilla", source="dense", source_fingerprint="")

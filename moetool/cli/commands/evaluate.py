@@ -22,7 +22,7 @@ from moetool.measure.results import Evaluation
 from moetool.measure.tasks.evaluating import evaluate
 from moetool.measure.tasks.options import TaskOptions
 from moetool.measure.tasks.results import Evaluated, Evaluations, place_beside
-from moetool.report.recorded import saved_evaluations
+from moetool.report.recorded import is_same_measurement, saved_evaluations
 
 _SHARED = EvaluationOptions.model_fields.keys() & TaskOptions.model_fields.keys()
 _OF_TEXT = [parameter for parameter in parameters_of(EvaluationOptions) if parameter.name not in _SHARED]
@@ -41,6 +41,8 @@ def build(
 ) -> None:
     """Run `moetool eval` on one model or several."""
     text, tasks = asked_for(typed)
+    if twice := [name for name in model if model.count(name) > 1]:
+        raise UsageError(f"{twice[0]} is named twice: leave one out.")
     file = None if output is None else new_file(output)
     if file is None and tasks is not None:
         for each in model:
@@ -90,7 +92,7 @@ def _is_for_report(found: Evaluated, options: EvaluationOptions | None) -> bool:
     if text is None or options is None or options.keep is not None or manifest_of(noted_in(checkpoint)) is None:
         return False
     saved, _ = saved_evaluations(checkpoint)
-    return all(replace(one, synthesis=text.synthesis).to_json() != text.to_json() for one in saved)
+    return all(not is_same_measurement(one, text) for one in saved)
 
 
 def asked_for(typed: Mapping[str, object]) -> tuple[EvaluationOptions | None, TaskOptions | None]:

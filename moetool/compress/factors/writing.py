@@ -56,7 +56,7 @@ def measure_layers(job: Job, options: FactorOptions, base_of: Callable[[int, Wei
     """Write base and spectra of every layer to the work directory without a text; processes share the layers."""
     reader = job.source.experts
     once = dict.fromkeys(reader.moe_layers, 1)
-    with phase(job.progress, FACTORIZE, len(once)):
+    with phase(job.progress, FACTORIZE, len(once), "layers"):
         for layer in job.share("measure", once, once):
             weights, file = reader.weights(layer), SpectrumFile(job.work, layer, reader.shape, options.share)
             base = base_of(layer, weights)

@@ -237,21 +237,23 @@ def notes_on_size(output: int, original: int, ratio: float) -> Sequence[str]:
     return [f"It is {found}: every matrix has the largest of the forms on offer."]
 
 
-def note_on_including(bits: Mapping[str, int], saves: Sequence[tuple[int, int]], output: int, left: float) -> str:
+def note_on_including(
+    bits: Mapping[str, int], stored: str, saves: Sequence[tuple[int, int]], output: int, left: float
+) -> str:
     """A sentence on what `--include` would leave to experts of few bits.
 
     Args:
-        bits: by the kinds that would be worth including.
+        bits: to ask for, by the kinds that would be worth including.
+        stored: the kinds in the bits that they would have, which can be more (`included_in_words`).
         saves: bytes that each kind takes, and how many fewer it would take in so many bits.
         output: bytes of all weight files.
         left: bits that there are for each number of the experts.
     """
     taken, saved = (sum(own[place] for own in saves) for place in (0, 1))
-    stored = " and ".join(map(str, dict.fromkeys(bits.values())))
     return (
         f"{' and '.join(bits).capitalize()} take {format_bytes(taken)} of {format_bytes(output)}, and the experts "
-        f"have {left:.1f} bits per number: --include {','.join(names_of_included(bits))} would store these in {stored} "
-        f"bits, and leave the experts {format_bytes(saved)} more."
+        f"have {left:.1f} bits per number: --include {','.join(names_of_included(bits))} would store {stored}, "
+        f"and leave the experts {format_bytes(saved)} more."
     )
 
 

@@ -45,11 +45,12 @@ from moetool.job.including import (
     included_bytes,
     included_in_words,
     included_shapes,
+    including,
     including_saves,
     worth_including,
 )
 from moetool.job.job import Job
-from moetool.job.options import CalibrationOptions, IncludeOptions
+from moetool.job.options import CalibrationOptions, IncludeOptions, names_of_included
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.result import Json
 from moetool.job.shards import OutputPlan
@@ -299,7 +300,9 @@ class MixingStage(Stage[MixingOptionsT]):
         elif bits := worth_including(self.source, output.nbytes):
             saves = [including_saves(self.source, own)[kind] for kind, own in bits.items()]
             left = bits_left(self.source, output.nbytes)
-            notes.append(note_on_including(bits, saves, output.nbytes, left))
+            asked = IncludeOptions(include=names_of_included(bits))
+            in_words = included_in_words(including(self.source, asked))
+            notes.append(note_on_including(bits, in_words, saves, output.nbytes, left))
         if stored := len(self.source.experts.moe_layers) - len(mix.layouts):
             layers_stored = "one layer" if stored == 1 else f"{stored} layers"
             notes.append(f"Experts of {layers_stored} stay as they are stored: that loses nothing, for its bytes.")

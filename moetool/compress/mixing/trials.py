@@ -23,7 +23,7 @@ from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.results import Trial
 from moetool.errors import UsageError
 from moetool.job.job import Job
-from moetool.job.progress import phase
+from moetool.job.progress import BATCHES, phase
 
 EVALUATE = "Evaluate"  # a phase
 _TRIAL = TypeAdapter(Trial)
@@ -184,7 +184,7 @@ class Trials:
         kept, tick = kept_dtype(job.source.dtype, job.compute_dtype), job.progress.advance
         directory.mkdir(parents=True, exist_ok=True)
         sweep = Sweep(model, self.windows, directory, tick, kept=kept)
-        with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count):
+        with phase(job.progress, EVALUATE, (model.layer_count + 2) * sweep.batch_count, BATCHES):
             for _ in sweep.through_layers():
                 job.interrupt.check()
             losses = sweep.losses()

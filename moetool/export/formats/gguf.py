@@ -51,7 +51,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length
 from moetool.job.plan import Plan, text_cost
-from moetool.job.progress import phase
+from moetool.job.progress import BATCHES, phase
 from moetool.job.result import Details, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
@@ -323,7 +323,10 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             job.finish(f"write/{number}", spent=spent, told={_DIGEST: digest})
             job.interrupt.check()
 
-        with phase(job.progress, WRITE, len(self._tensors) + (0 if coded is None else coded.steps)):
+        steps, unit = len(self._tensors), "tensors"
+        if coded is not None:
+            steps, unit = steps + coded.steps, f"{BATCHES}, and tensors"
+        with phase(job.progress, WRITE, steps, unit):
             if job.unit("write", len(self._tensors)):
                 done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
                 noted = [str(job.workspace.told(unit)[_DIGEST]) for unit in done]

@@ -127,7 +127,7 @@ def _load(runners: Sequence[Runner], progress: Progress) -> list[Loaded]:
     loaded = []
     for runner in runners:
         runner.prepare()
-    with phase(progress, "Load", len(runners)):
+    with phase(progress, "Load", len(runners), "models"):
         for runner in runners:
             loaded.append(runner.load())
             progress.advance()
@@ -141,7 +141,7 @@ def _measure(
     cases = [(batch, length) for length in options.lengths for batch in options.batch]
     memories: list[Memory] = []
     timed: list[list[_Timed]] = [[] for _ in runners]
-    with phase(progress, "Time", len(cases) * (options.rounds + 1)):
+    with phase(progress, "Time", len(cases) * (options.rounds + 1), "rounds"):
         for batch, length in cases:
             memories = [runner.warm_up(batch, length) for runner in runners]
             progress.advance()

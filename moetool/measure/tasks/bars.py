@@ -30,7 +30,7 @@ class _Bar:
         self._opened, self._progress, self._items = opened, progress, items
         if not disable and (desc or "").startswith(_ASKED):
             opened.append(self)
-            progress.start(_PHASE, len(items) if total is None else total)
+            progress.start(_PHASE, len(items) if total is None else total, "requests")
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:

@@ -1,5 +1,7 @@
 """Options of `moetool eval --tasks`, and the groups of tasks that moetool names."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from moetool.job.options import Names
@@ -13,6 +15,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 class TaskOptions(EvaluatedOptions):
     """Options of evaluation on lm-eval's tasks: which ones, how many questions, and where task files lie."""
+
+    group: ClassVar[str] = "Tasks"
 
     tasks: Names = Field(
         (),

@@ -1,9 +1,9 @@
 """Results of `moetool eval` for several models and for tasks (docs/json.md), and the file that they are saved to."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -97,9 +97,12 @@ def place_beside(model: str) -> Path:
 
 
 def saved_beside(model: str) -> list[Path]:
-    """The files that are there under names of `place_beside`, in the order of their numbers."""
+    """The files that are there under names of `place_beside`, in the order of their numbers; none of another model,
+    such as `NAME.eval-old`."""
     folder, name = _folder_and_name(model)
-    return sorted(folder.glob(f"{escape(name)}.eval*.json"), key=lambda file: (len(file.name), file.name))
+    named = re.compile(rf"{re.escape(name)}\.eval(?:-([2-9]|[1-9]\d+))?\.json")
+    found = [(int(match[1] or 1), file) for file in folder.iterdir() if (match := named.fullmatch(file.name))]
+    return [file for _, file in sorted(found)]
 
 
 def _folder_and_name(model: str) -> tuple[Path, str]:

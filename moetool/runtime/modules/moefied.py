@@ -26,7 +26,7 @@ def set_keep(model: "PreTrainedModel", keep: float) -> None:
     """
     moefied = [module for module in model.modules() if isinstance(module, NeuronExperts)]
     if not moefied:
-        raise UsageError("keep: this model is not moefied.")
+        raise UsageError("--keep: this model is not moefied, so every token needs all of it.")
     for module in moefied:
         try:
             module.set_keep(keep)

@@ -22,7 +22,7 @@ from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, Source
-from moetool.job.options import TEXTS, RunOptions, TextOptions
+from moetool.job.options import TEXTS, Listed, RunOptions, TextOptions
 from moetool.job.origins import expert_origins, model_names, with_experts
 from moetool.job.plan import Plan, calibration_cost, experts_at_once
 from moetool.job.progress import phase
@@ -51,7 +51,7 @@ class AddExpertOptions(RunOptions, TextOptions):
     router_std: float | None = Field(
         None, gt=0, description="Standard deviation of a random router row [default: 1/√(3·hidden)]."
     )
-    calibration: str | None = Field(
+    calibration: Listed | None = Field(
         None,
         description=f"Text of the new expert's domain, to fit its router row to [default: a random row]: {TEXTS}",
     )
@@ -236,9 +236,8 @@ class AddExpert(Stage[AddExpertOptions]):
     def _difference(self, job: Job) -> float:
         """How far what is left out of the source is from what stands in its place."""
         if job.unit(_DIFFERENCE):
-            with phase(job.progress, COMPARE, 1):
+            with phase(job.progress, COMPARE):
                 found = self.contributed.difference()
-                job.progress.advance()
             job.finish(_DIFFERENCE, told={"relative": found})
         job.meet()
         relative = job.workspace.told(_DIFFERENCE)["relative"]

@@ -21,7 +21,7 @@ from moetool.costs.phases import ROUTERS, Phases, router_phase
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Job
-from moetool.job.options import Options, RunOptions
+from moetool.job.options import Listed, Options, RunOptions
 from moetool.job.plan import Plan
 from moetool.job.progress import phase
 from moetool.job.stage import found_here
@@ -47,7 +47,7 @@ class ExpertSource(Options):
         (), validation_alias=AliasChoices("prompts", "positive_prompts"), description="Text that it should get."
     )
     negative_prompts: tuple[str, ...] = Field((), description="Text that it should not get.")
-    data: str | None = Field(None, description="Text that it should get, as for --calibration.")
+    data: Listed | None = Field(None, description="Text that it should get, as for --calibration.")
 
 
 def _source_named(given: object) -> object:
@@ -247,7 +247,7 @@ class BranchTrainMix(Upcycle[BranchTrainMixOptions]):
         if self.options.gate_mode == "random":
             return super().rows(job)
         if job.unit("routers"):
-            with phase(job.progress, "Routers", self.dense.layers):
+            with phase(job.progress, "Routers", self.dense.layers, "layers"):
                 rows = {str(layer): rows for layer, rows in self._measured_rows(job)}
             save_tensors(job.work / "routers.safetensors", rows)
             job.finish("routers")

@@ -25,8 +25,8 @@ class Noted(Progress):
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def start(self, phase: str, total: int) -> None:
-        self.seen += [phase, total]
+    def start(self, phase: str, total: int, unit: str = "") -> None:
+        self.seen += [phase, total, unit]
 
     def advance(self) -> None:
         self.seen.append("step")
@@ -57,7 +57,8 @@ def test_bars_that_count_requests_are_phases(modules: Any) -> None:
         bar.close()
         assert list(modules.tqdm(["a"], desc="Running generate_until requests")) == ["a"]
     assert modules.tqdm == "its own"
-    assert progress.seen == ["Tasks", 3, "step", "step", "step", "done", "Tasks", 1, "step", "done"]
+    first = ["Tasks", 3, "requests", "step", "step", "step", "done"]
+    assert progress.seen == [*first, "Tasks", 1, "requests", "step", "done"]
 
 
 def test_what_is_raised_stops_the_phase(modules: Any) -> None:
@@ -70,5 +71,5 @@ def test_what_is_raised_stops_the_phase(modules: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    assert progress.seen == ["Tasks", 3, "step", "stopped"]
+    assert progress.seen == ["Tasks", 3, "requests", "step", "stopped"]
     assert modules.tqdm == "its own"
