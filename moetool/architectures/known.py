@@ -19,6 +19,7 @@ class KnownFamily:
         handed_on: the entry with the channels of the vector per token that a layer hands to the next beside hidden
             states, if it hands on one.
         aliases: parts of tensors' names that some tools write, and what stands there on the hub.
+        layers: name of the list of decoder layers, in names of tensors.
     """
 
     name: str
@@ -26,6 +27,7 @@ class KnownFamily:
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     handed_on: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    layers: str = "layers"
 
 
 _SOFTMAX = "softmax over all experts, top-k, renormalized"
@@ -40,6 +42,9 @@ KNOWN: Mapping[str, KnownFamily] = {
         "AFMoE",
         "sigmoid, top-k by corrected scores, renormalized to sum 1, times route_scale",
         {"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,)},
+    ),
+    "dbrx": KnownFamily(
+        "DBRX", f"{_SOFTMAX} to moe_normalize_expert_weights, the order of a norm, if it is not null", layers="blocks"
     ),
     "deepseek": KnownFamily("DeepSeekMoE", _IF_ASKED, {"scoring_func": ("softmax",)}),
     "deepseek_v2": KnownFamily(

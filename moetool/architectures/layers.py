@@ -5,8 +5,9 @@ from functools import cached_property
 
 
 def decoder_layer(name: str) -> str:
-    """`model.layers.3` of a tensor in a decoder layer, an empty string of any other."""
-    found = re.match(r".*?\.(layers?|h)\.\d+(?=\.)", name)
+    """`model.layers.3` of a tensor in a decoder layer, or in a module of another list that is numbered so; an empty
+    string of any other tensor."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
     return found[0] if found else ""
 
 

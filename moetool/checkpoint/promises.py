@@ -32,8 +32,10 @@ def check_shape(
 
 
 def what_to_do(missing: Iterable[str], held: Iterable[str]) -> str:
-    """What to do about tensors that are missing: download them again, or where the files have one in a layer under a
-    name with another beginning, and none with the usual one, rename them."""
+    """What to do about tensors that are missing: download them again; or where the files have one in a layer under a
+    name with another beginning, and none with the usual one, rename them; or give the whole model, where its head is
+    missing alone."""
+    missing = list(missing)
     others = [(name, inside) for name in held if (inside := _from_layers_on(name))]
     begun = {name.removesuffix(inside) for name, inside in others}  # with two towers layers are called alike
     renamed = {inside: name for name, inside in others}
@@ -42,14 +44,18 @@ def what_to_do(missing: Iterable[str], held: Iterable[str]) -> str:
         for name in missing
         if (inside := _from_layers_on(name)) in renamed and name.removesuffix(inside) not in begun
     ]
+    if not found and all("head" in name.partition(".")[0] for name in missing):
+        return "The files hold a model without its head, which predicts the next token: give the whole model."
     if not found:
         return "Its files are not whole, or another model's: download it again."
     (name, inside), *_ = found
     usual, theirs = name.removesuffix(inside), renamed[inside].removesuffix(inside)
     if not theirs:
         return (
-            f"The files have {name} as {renamed[inside]}, as transformers saves a model without its head. Load it with "
-            f"AutoModelForCausalLM.from_pretrained(...) and .save_pretrained(...) it, which puts {usual!r} before it."
+            f"The files have {name} as {renamed[inside]}, as transformers saves a model without its head: give the "
+            "whole model. Only if its head is its embedding (tie_word_embeddings), AutoModelForCausalLM makes it "
+            f"whole: from_pretrained(...), then save_pretrained(...), which puts {usual!r} before it. Any other head "
+            "would be random."
         )
     return (
         f"The files have {name} as {renamed[inside]}: rename it and the others, so that they begin with {usual!r}, not "

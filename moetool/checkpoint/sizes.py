@@ -1,6 +1,8 @@
 """Sizes as people write them: bytes (`8GiB`, `1500000`) and shares of bytes (`0.4`, `40%`)."""
 
+import math
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -20,7 +22,7 @@ def parse_bytes(value: object) -> object:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(f"'{value}' is not a size; write it like 8GiB or 500MB")
-    return int(float(match[1]) * units[match[2].lower()])
+    return int(Decimal(match[1]) * units[match[2].lower()])
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
@@ -89,6 +91,21 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def format_least_bytes(count: int) -> str:
+    """Format a number of bytes rounded up, so that whoever types what is shown gives enough: 123840 is `123.9 kB`."""
+    unit = 1
+    while count >= 1000 * unit and unit < 10**12:
+        unit *= 1000
+    step = max(1, unit // 10)
+    return format_bytes(-(-count // step) * step)
+
+
+def format_most_share(share: float) -> str:
+    """Format a share rounded down to three digits, so that whoever types what is shown asks for no more: 0.59379 is
+    `0.593`."""
+    return f"{math.floor(1000 * share) / 1000:g}"
 
 
 def as_read_from(gguf: int | None) -> str:

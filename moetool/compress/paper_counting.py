@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from moetool.architectures import MoEShape
+from moetool.checkpoint.sizes import format_most_share
 from moetool.errors import UsageError
 
 
@@ -37,7 +38,8 @@ def paper_rank(ratio: float, pruned: float, shape: MoEShape, moe_layers: int, to
     kept = 1 - ratio * total / experts - (1 - pruned) / shape.experts
     if kept <= 0:
         highest = (1 - (1 - pruned) / shape.experts) * experts / total
-        raise UsageError(f"By the paper's counting --ratio {ratio:g} is not possible here; at most {highest:.3f} is.")
+        most = format_most_share(highest)
+        raise UsageError(f"By the paper's counting --ratio {ratio:g} is not possible here; at most {most} is.")
     per_rank = (shape.hidden + shape.intermediate) / matrix
     rank = math.ceil(kept / per_rank)
     return PaperRank(rank, rank * per_rank)

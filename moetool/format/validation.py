@@ -5,7 +5,7 @@ rest, and all of any other family, is left to transformers. No check refuses wha
 activations and of rotary embeddings that are not listed here are looked up there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -25,7 +25,9 @@ from moetool.format.kinds.moe import MoESpec
 from moetool.format.marker import moetool_entry
 
 DEEPEST = 64  # objects and lists in one another
-_LAYER_KEYS = ("num_hidden_layers", "num_layers")  # with the number of layers, of families that are known
+# Names that entries have in families that are known.
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_SIZE_KEYS = (("vocab_size",), ("hidden_size", "n_embd", "d_model"))
 # What families in this package use; any other name is looked up in transformers, which takes seconds to import.
 _ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"})
 _ROPES = frozenset({"default", "linear", "dynamic", "yarn", "llama3", "longrope"})
@@ -186,7 +188,7 @@ def check_settings(settings: Settings, config: Mapping[str, object], file: Path)
     if heads and shared and heads % shared:
         said = _said("num_key_value_heads", config, shared)
         raise InvalidInputError(f"{file}: {said}, which does not divide num_attention_heads, {heads}.")
-    if config.get("model_type") in KNOWN:
+    if config.get("model_type") in KNOWN and not settings.keys().isdisjoint(EXPERT_KEYS):  # DBRX's lie in a part
         _check_experts(settings, config, file)
     layer_layouts(settings)
     quantized_beside(settings)
@@ -208,19 +210,22 @@ def check_headers(
     """
     sizes = {size for shape in shapes.values() for size in shape}
     spec = custom_module(config)
-    key = next((key for key in _LAYER_KEYS if key in settings), _LAYER_KEYS[0])
+    key = _named(_LAYER_KEYS, config, settings)
     layers = spec.of if isinstance(spec, MoESpec) else whole_number(settings, key) or 0
-    is_moe = config.get("model_type") in KNOWN
-    # Of all families with experts that are known, layers are called so, in whatever model they lie.
-    before = next((name.partition("layers.")[0] for name in shapes if "layers." in name), "model.")
-    last = f"{before}layers.{layers - 1}." if is_moe else derive_dense(config).layer_prefix(layers - 1)
+    if (known := KNOWN.get(str(config.get("model_type")))) is None:
+        last = derive_dense(config).layer_prefix(layers - 1)
+    else:  # layers are called so in whatever model they lie
+        inside = f"{known.layers}."
+        before = next((name.partition(inside)[0] for name in shapes if inside in name), "model.")
+        last = f"{before}{inside}{layers - 1}."
     end = ".".join(last.split(".")[-3:])  # the bare decoder's tensors have shorter names
     if not any(end in name for name in shapes):
         raise InvalidInputError(
             f"Every tensor of {last.rstrip('.')} is missing from {path}: config.json promises {layers} layers "
             f"({_said(key, config, layers)})."
         )
-    for key in ("vocab_size", "hidden_size"):
+    for keys in _SIZE_KEYS:
+        key = _named(keys, config, settings)
         if (size := settings[key]) not in sizes:
             raise InvalidInputError(
                 f"config.json of {path}: {_said(key, config, size)}, and no tensor of the files has that size."
@@ -228,6 +233,11 @@ def check_headers(
     experts = spec.shape.experts if isinstance(spec, MoESpec) else whole_number(settings, *EXPERT_KEYS)
     if experts is not None and experts > max([len(shapes), *sizes]):
         raise InvalidInputError(f"config.json of {path} promises {experts} experts, more than the files can hold.")
+
+
+def _named(keys: Sequence[str], config: Mapping[str, object], settings: Settings) -> str:
+    """The first of these keys that `config.json` has, or else the settings."""
+    return next((key for entries in (config, settings) for key in keys if key in entries), keys[0])
 
 
 def _said(key: str, config: Mapping[str, object], value: object) -> str:
@@ -249,7 +259,7 @@ def _check_experts(settings: Settings, config: Mapping[str, object], file: Path)
 def _count(settings: Settings, config: Mapping[str, object], keys: tuple[str, ...], file: Path) -> tuple[str, int]:
     """The first of these keys that `config.json` has, or else the settings, and its number of experts, which may be
     listed for every layer."""
-    key = next((key for entries in (config, settings) for key in keys if key in entries), keys[0])
+    key = _named(keys, config, settings)
     number = whole_number(settings, key)
     if number is None or isinstance(number, bool) or not 1 <= number <= MOST_EXPERTS:
         raise InvalidInputError(

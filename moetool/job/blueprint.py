@@ -51,8 +51,9 @@ def check_against_config(checkpoint: Checkpoint) -> None:
     layers beyond them."""
     promised = check_promised(checkpoint)
     layers = {decoder_layer(name) for name in promised}
-    for name in checkpoint.tensors:
-        if name not in promised and decoder_layer(name) not in layers:
+    lists = {layer.rpartition(".")[0] for layer in layers}
+    for name in sorted(checkpoint.tensors.keys() - promised.keys()):
+        if (layer := decoder_layer(name)) not in layers and layer.rpartition(".")[0] in lists:
             raise InvalidInputError(f"{checkpoint.path} has a tensor {name} of a layer that config.json does not know.")
 
 

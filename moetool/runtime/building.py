@@ -118,9 +118,11 @@ def _is_layered(name: str) -> bool:
 
 
 def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: Collection[str]) -> list[str]:
-    """Names in the files that `config.json` does not promise, in parts (`_part_of`) of which all that it promises is
-    there: they can be no other names of that. Left out is what transformers passes over, such as buffers of its older
-    versions; what is beside the modules is carried along, unused."""
+    """Names in the files that `config.json` does not promise: in parts (`_part_of`) of which all that it promises is
+    there, so that they can be no other names of that, and in layers beyond those that it promises.
+
+    Left out is what transformers passes over, such as buffers of its older versions; what is beside the modules is
+    carried along, unused."""
     from moetool.runtime.loading import surplus
 
     held = checkpoint.tensors
@@ -128,8 +130,18 @@ def _without_place(checkpoint: Checkpoint, model: "PreTrainedModel", promised: C
     parts = {_part_of(name) for name in (*promised, *tied)}
     whole = parts - {_part_of(name) for name in promised if name not in held}
     passed = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["$^"]))
-    more = [name for name in held if name not in promised and name not in tied and _part_of(name) in whole]
+    lists = {_of_any_layer(_layer_of(name)) for name in promised if _is_layered(name)}
+    more = [
+        name
+        for name in held
+        if name not in promised and name not in tied and (_part_of(name) in whole or _is_beyond(name, parts, lists))
+    ]
     return surplus([name for name in more if not passed.search(name)], checkpoint.settings)
+
+
+def _is_beyond(name: str, parts: Collection[str], lists: Collection[str]) -> bool:
+    """Whether a tensor is in a layer that is in one of the `lists` of layers, but not among the `parts` of a model."""
+    return _is_layered(name) and _part_of(name) not in parts and _of_any_layer(_layer_of(name)) in lists
 
 
 def in_whole(checkpoint: Checkpoint) -> Checkpoint:

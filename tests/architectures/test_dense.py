@@ -132,7 +132,7 @@ def test_a_way_back_is_told_where_there_is_one(model_type: str) -> None:
 
 
 def test_no_way_back_is_told_of_families_that_are_not_known() -> None:
-    told = refusal({"model_type": "dbrx", "num_experts": 8})
+    told = refusal({"model_type": "jamba", "num_experts": 8})
     assert told.endswith("Upcycling and moefying start from a dense model.")
 
 

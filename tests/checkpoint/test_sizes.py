@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from moetool.checkpoint.sizes import ByteSize, Part, Ratio, WindowShare, format_bytes, parse_bytes, parse_window_share
+from moetool.checkpoint.sizes import (
+    ByteSize,
+    Part,
+    Ratio,
+    WindowShare,
+    format_bytes,
+    format_least_bytes,
+    format_most_share,
+    parse_bytes,
+    parse_window_share,
+)
 
 GB = 1_000_000_000
 
@@ -64,6 +74,23 @@ def test_sizes_of_options() -> None:
 )
 def test_sizes_as_people_read_them(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 123_840, 999_951, 2_300_000_001, 93_405_585_408, 5 * 10**12 + 1])
+def test_a_size_that_is_the_least_is_enough_as_it_is_shown(count: int) -> None:
+    typed = parse_bytes(format_least_bytes(count))
+    assert isinstance(typed, int)
+    assert count <= typed <= 1.1 * count + 1
+
+
+def test_a_size_is_the_bytes_that_it_says() -> None:
+    """In floating point 2.3 times a billion is less."""
+    assert parse_bytes("2.3GB") == 2_300_000_000
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.8924, "0.892"), (0.33333, "0.333"), (0.5, "0.5"), (0.4999999, "0.499")])
+def test_a_share_that_is_the_most_is_not_too_much_as_it_is_shown(share: float, text: str) -> None:
+    assert format_most_share(share) == text
 
 
 @pytest.mark.parametrize(("written", "share"), [("0.4", 0.4), ("40%", 0.4), ("62 %", 0.62), (0.4, 0.4), (".5", 0.5)])

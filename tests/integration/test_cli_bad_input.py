@@ -109,6 +109,7 @@ CHECKPOINTS = {
     "more routed than there are": (configured(num_experts_per_tok=5), ["5 experts", "only 4"]),
     "another width": (configured(intermediate_size=64), ["shape [48, 32]", "[64, 32]"]),
     "more layers than there are": (configured(num_hidden_layers=4), ["model.layers.3", "missing"]),
+    "fewer layers than there are": (configured(num_hidden_layers=2), ["model.layers.2.", "no place", "19 such"]),
     "pickles": (only_pickles, ["pickles", "pytorch_model.bin", "save_pretrained"]),
     "truncated": (truncated, ["truncated", WEIGHTS]),
     "not safetensors": (written(WEIGHTS, b"not safetensors at all"), [WEIGHTS]),

@@ -18,6 +18,7 @@ from checkpoints import (
     relative_error,
     weight_bytes,
 )
+from derived_families import DERIVED
 from families import FAMILIES, add_prediction_layer, build
 from safetensors.torch import load_file
 from sampling import MOE_STRUCTURES, sampled
@@ -209,7 +210,15 @@ def test_experts_in_one_tensor_are_refused(run_cli: Any, save_model: Any, tmp_pa
     result = export(run_cli, source, tmp_path / "out", "--group-size", 16)
     assert result.code == 3
     assert "in one tensor" in result.stderr
+    assert "--format gguf" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_llama_cpp_does_not_run_is_not_sent_there(run_cli: Any, save_model: Any, tmp_path: Path) -> None:
+    source = save_model(build("jetmoe", **DERIVED["jetmoe"]), tmp_path / "model")
+    result = export(run_cli, source, tmp_path / "out", "--group-size", 16)
+    assert result.code == 3
+    assert "Take --format dense-experts in the original's size." in result.stderr
 
 
 @pytest.mark.parametrize(

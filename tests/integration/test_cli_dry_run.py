@@ -99,6 +99,25 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert re.search(r"at most 0\.8\d", impossible.stderr)
 
 
+SMALLEST = r"([\d.]+ kB) at the least|([\d.]+ kB) are shared|leave ([\d.]+ kB)|takes from ([\d.]+ kB)"
+LARGEST = r"at most (0\.\d+)\.|a ratio of (0\.\d+)\."
+
+
+@pytest.mark.parametrize("method", ["auto", "hybrid", "quantize", "d2moe", "reap", "gguf"])
+def test_the_smallest_size_that_an_error_tells_is_possible(run_cli, tiny_mixtral, calibration, tmp_path, method):
+    job = ("compress", tiny_mixtral, tmp_path / "out", "--method", method, *calibration, "--dry-run")
+    if method == "gguf":
+        job = ("export", tiny_mixtral, tmp_path / "out", "--format", method, *calibration, "--dry-run")
+    told = run_cli(*job, "--size", 1).stderr
+    for option, pattern in (("--size", SMALLEST), ("--ratio", LARGEST)):
+        if option == "--ratio" and method == "gguf":
+            continue
+        found = re.search(pattern, told)
+        assert found, told
+        result = run_cli(*job, option, next(filter(None, found.groups())))
+        assert result.code == 0, result.stderr
+
+
 def test_dry_run_tells_the_time(run_cli, tiny_mixtral_bf16, calibration, tmp_path):
     arguments = (
         "compress",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import (
     change_config,
+    change_tensors,
     config_of,
     contents,
     copy_of,
@@ -592,6 +593,14 @@ def test_compress_takes_it_with_text(
     result = run_cli("compress", made.path, "--method", "d2moe", tmp_path / "out", "--ratio", 0.3, *calibration)
     assert result.code == 0, result.stderr
     assert relative_error(logits(tmp_path / "out", tokens), logits(llama, tokens)) < 1e-4
+
+
+def test_layers_that_predict_further_tokens_stay_as_they_are(dense: Any, upcycle: Any, tmp_path: Path) -> None:
+    """Of Qwen3.5 they lie in a list of their own, which transformers passes over; layers beyond the model's do not."""
+    further = {"mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4), "mtp.norm.weight": torch.ones(4)}
+    source = change_tensors(copy_of(dense("qwen3_5_text"), tmp_path / "model"), lambda tensors: tensors.update(further))
+    kept = tensors_of(upcycle(source, "--experts", 2, "--top-k", 1).path)
+    assert all(kept[name].equal(tensor) for name, tensor in further.items())
 
 
 def test_without_moetool_an_own_module_does_not_load(dense: Any, upcycle: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.sizes import format_bytes, format_least_bytes, format_most_share
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import Allocation, fit
 from moetool.compress.factors.files import SpectrumFile
@@ -125,9 +125,9 @@ def check_ratio(ratio: float, asked: str, least: int, original: int, stored: str
     highest = 1 - least / original
     if not 0 < ratio <= highest:
         raise UsageError(
-            f"{asked} is not possible here: of {format_bytes(original)}{stored}, {format_bytes(least)} are "
+            f"{asked} is not possible here: of {format_bytes(original)}{stored}, {format_least_bytes(least)} are "
             "shared bases and tensors that are not experts, so the ratio must be above 0 and at most "
-            f"{int(highest * 1000) / 1000:g}."
+            f"{format_most_share(highest)}."
         )
 
 

@@ -38,6 +38,7 @@ from moetool.format.compressed_tensors import (
     packed_name,
     packed_tensors,
 )
+from moetool.format.gguf.families import gguf_family
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
 from moetool.job.job import DecodedSource, Input, Job
@@ -126,11 +127,19 @@ class ExportCompressedTensors(Stage[ExportCompressedTensorsOptions]):
         if architecture.is_fused:
             raise InvalidInputError(
                 f"{architecture.name} has all experts of a layer in one tensor, {architecture.weights['down']}; "
-                "pack-quantized stores, and engines look for, a matrix for each expert. Take --format gguf, or "
-                "--format dense-experts in the original's size."
+                "pack-quantized stores, and engines look for, a matrix for each expert. Take "
+                f"{'--format gguf, or ' if self._has_gguf else ''}--format dense-experts in the original's size."
             )
         if shape.biases:
             raise InvalidInputError("These experts have biases, which engines that read packed experts leave out.")
+
+    @property
+    def _has_gguf(self) -> bool:
+        try:
+            gguf_family(self.source.checkpoint.settings)
+        except InvalidInputError:
+            return False
+        return True
 
     def _check_groups(self) -> None:
         shape, group, cards = self.source.experts.shape, self.options.group_size, self.options.tensor_parallel

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
-from moetool.checkpoint.sizes import format_bytes
+from moetool.checkpoint.sizes import format_bytes, format_least_bytes
 from moetool.compress.coding_text import NEAREST
 from moetool.costs.building_blocks import (
     ModelSize,
@@ -122,9 +122,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         least, most = (self._most_around + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
         if size < least:
             raise UsageError(
-                f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_bytes(least)} to "
-                f"{format_bytes(most)}; embeddings and head have 3 bits there at least, routers and norms fp32. Give "
-                "more, or take out experts first (compress --method reap)."
+                f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_least_bytes(least)} "
+                f"to {format_bytes(most)}; embeddings and head have 3 bits there at least, routers and norms fp32. "
+                "Give more, or take out experts first (compress --method reap)."
             )
         return size - self._most_around
 

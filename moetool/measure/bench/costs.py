@@ -5,7 +5,8 @@ model's head, and attention's two products with what is cached. Norms, activatio
 
 Bytes are those that have to be read at batch 1, at least: the weights that a token uses as they are stored, norms and
 biases, one row of every embedding, and the cache. Of routed experts it is the top-k, where they differ in size k of the
-average one. Channels of a base that a batch skips (semi-dynamic pruning) are read and multiplied.
+average one; where the router also chooses experts without matrices (LongCat-Flash), a token counts as if it chose all
+alike. Channels of a base that a batch skips (semi-dynamic pruning) are read and multiplied.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 from moetool.format.layout import LayerLayout
 from moetool.representations.base import Stored
 from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.fused import identities
 from moetool.runtime.modules.insertion import experts_per_token, is_placeholder
 from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.neuron_experts import NeuronExperts
@@ -131,8 +133,8 @@ def of_module(module: nn.Module, chosen: int) -> Cost:
     found = getattr(module, "top_k", None)
     chosen = found if isinstance(found, int) else chosen
     own = dict(module.named_parameters(recurse=False))
-    experts = 1 if isinstance(module, nn.Conv1d) else max((len(p) for p in own.values() if p.dim() == 3), default=1)
-    share = Fraction(min(chosen, experts), experts)
+    experts = 0 if isinstance(module, nn.Conv1d) else max((len(p) for p in own.values() if p.dim() == 3), default=0)
+    share = min(_with_matrices(module, experts, chosen) / experts, Fraction(1)) if experts else Fraction(1)
     is_norm = type(module).__name__.endswith("Norm")  # some have weights [heads, width]
     return total(
         [
@@ -140,6 +142,12 @@ def of_module(module: nn.Module, chosen: int) -> Cost:
             *(of_module(child, chosen) for child in module.children()),
         ]
     )
+
+
+def _with_matrices(module: nn.Module, experts: int, chosen: int) -> Fraction:
+    """How many of the experts that a token chose have matrices, where `experts` of the module do, on average over
+    tokens that choose all alike."""
+    return Fraction(chosen * experts, experts + identities(module))
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> Cost:
@@ -174,16 +182,16 @@ def _(module: SharedBaseExperts, chosen: int) -> Cost:
     """The bases once, whatever the number of experts; deltas and biases of those that are chosen."""
     layout, dtype = module.layout, module.down_proj.dtype
     shape = layout.shape
-    share = Fraction(chosen, shape.experts)
-    biases = Cost(nbytes=Fraction(shape.bias_parameters * dtype.itemsize)).times(chosen)
+    used = _with_matrices(module.native, shape.experts, chosen)
+    biases = Cost(nbytes=Fraction(shape.bias_parameters * dtype.itemsize)).times(used)
     native = [
-        Cost(Fraction(rows * columns), Fraction(rows * columns * dtype.itemsize)).times(chosen)
+        Cost(Fraction(rows * columns), Fraction(rows * columns * dtype.itemsize)).times(used)
         for role in shape.roles
         if layout.weights[role] is None
         for rows, columns in [shape.matrix(role)]
     ]
-    deltas = total(_delta(module, expert) for expert in range(shape.experts)).times(share)
-    return total([biases, *native, deltas, _bases(module), _rotations(layout, chosen)])
+    deltas = total(_delta(module, expert) for expert in range(shape.experts)).times(used / shape.experts)
+    return total([biases, *native, deltas, _bases(module), _rotations(layout, used)])
 
 
 @of_module.register
@@ -206,7 +214,7 @@ def _bases(module: SharedBaseExperts) -> Cost:
     return total(found)
 
 
-def _rotations(layout: LayerLayout, chosen: int) -> Cost:
+def _rotations(layout: LayerLayout, chosen: Fraction) -> Cost:
     """Of a token's input once for gate and up, and of the activations of the experts that it chose."""
     turns = {role: turn for role in ("up", "down") if (turn := layout.input_rotation(role)) is not None}
     return total(

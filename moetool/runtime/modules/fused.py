@@ -152,7 +152,13 @@ def on_weighed_inputs(run: Callable[[Tensor, Tensor, Tensor], Tensor], given: Te
 def gives_back(experts: nn.Module) -> bool:
     """Whether a router also chooses experts without matrices, which give back what they are given (LongCat-Flash):
     they have the numbers after those of the others."""
-    return bool(getattr(experts, IDENTITIES, 0))
+    return identities(experts) > 0
+
+
+def identities(experts: nn.Module) -> int:
+    """Number of experts without matrices that a router also chooses."""
+    count: int | None = getattr(experts, IDENTITIES, None)
+    return count or 0
 
 
 def given_back(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,11 +126,30 @@ def test_counted_nearly_as_a_family_with_states_runs(family: str) -> None:
     assert model_costs(model).decode_flops(11) == pytest.approx(counted_by_torch(model, 11)[1], rel=0.04)
 
 
-def test_counted_at_most_where_a_router_also_chooses_no_expert() -> None:
-    """A token may choose what gives back its inputs; as if it never did is what it costs at most."""
-    model = build("longcat_flash")
+def test_experts_without_matrices_cost_nothing() -> None:
+    """Of LongCat-Flash's nine experts, of which a token chooses three, three give back what they are given: as many
+    products are counted as a token meets on average that chooses all alike."""
+    model, chosen = build("longcat_flash"), []
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+        for layer in model.model.layers
+    ]
     runs, counted = counted_by_torch(model, 11)[1], model_costs(model).decode_flops(11)
-    assert 0.5 * counted < runs <= counted
+    for hook in hooks:
+        hook.remove()
+    met = sum(int((own < 6).sum()) for own in chosen[3:])  # by the token after the prompt, in three layers
+    assert runs - counted == 2 * (met - 3 * 2) * 3 * 24 * 32
+
+
+def test_experts_without_matrices_cost_nothing_beside_compressed_ones(
+    run_cli: Any, save_model: Any, tmp_path: Path
+) -> None:
+    source = save_model(build("longcat_flash"), tmp_path / "model")
+    options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest")
+    assert run_cli("compress", source, tmp_path / "small", *options).code == 0
+    native, small = (model_costs(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("model", "small"))
+    assert small.decode_flops(11) == native.decode_flops(11)
+    assert small.decode_bytes(11) < native.decode_bytes(11)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*WITH_STATES, "longcat_flash")])

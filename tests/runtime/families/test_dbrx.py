@@ -1,24 +1,31 @@
 """DBRX, whose experts are given the form that all other families have."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import families
+import pytest
 import torch
 from derived_families import DERIVED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from transformers.models.dbrx.modeling_dbrx import DbrxFFN, DbrxForCausalLM
+from transformers.models.dbrx import modeling_dbrx
+from transformers.models.dbrx.modeling_dbrx import DbrxFFN, DbrxForCausalLM, DbrxRotaryEmbedding
 
 BLOCK = "transformer.blocks.0.ffn.experts.mlp."
 
 
-def test_files_are_those_of_transformers_own_class(save_model: Any, tmp_path: Path) -> None:
+def test_files_are_those_of_transformers_own_class(
+    save_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = families.build("dbrx", **DERIVED["dbrx"])
     tensors = load_file(save_model(model, tmp_path / "model") / "model.safetensors")
     config = copy.deepcopy(model.config)
     config.rope_parameters["rope_theta"] = config.attn_config.rope_theta
+    for kind in (DbrxFFN, DbrxRotaryEmbedding):  # a model that was refused leaves ours there
+        monkeypatch.setattr(modeling_dbrx, kind.__name__, kind)
     own = DbrxForCausalLM(config)  # not built by transformers' loader
     assert type(own.transformer.blocks[0].ffn) is DbrxFFN
     own.load_state_dict(tensors)
@@ -30,3 +37,17 @@ def test_files_are_those_of_transformers_own_class(save_model: Any, tmp_path: Pa
         for built in (model, loaded):
             torch.testing.assert_close(built(tokens).logits, expected, rtol=0, atol=1e-5)
     assert model.config.rope_parameters["rope_theta"] != config.attn_config.rope_theta
+
+
+def test_layers_are_told_by_their_names(run_cli: Any, save_model: Any, tiny_text: Path, tmp_path: Path) -> None:
+    source = save_model(families.build("dbrx", **DERIVED["dbrx"]), tmp_path / "model")
+    options = ("--data", tiny_text, "--steps", 1, "--sequence-length", 32, "--batch-size", 2)
+    tuned = run_cli("tune", source, tmp_path / "tuned", *options, "--shard-size", "60KB")
+    assert tuned.code == 0, tuned.stderr
+    assert len(list((tmp_path / "tuned").glob("*.safetensors"))) == 4  # of each layer, and of embeddings and head
+    for layers, told in ((4, "transformer.blocks.3 is missing"), (2, "a tensor transformer.blocks.2.")):
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "n_layers": layers}))
+        refused = run_cli("inspect", source)
+        assert refused.code == 3
+        assert told in refused.stderr
