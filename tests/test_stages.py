@@ -36,6 +36,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "prune-base": {"ratio": 0.2},
     "auto": {"ratio": 0.5, "group_size": 16},
     "compressed-tensors": {"group_size": 16},
+    "mlx": {"group_size": 32},
     "mean-svd": {"ratio": 0.2},
     "plain-svd": {"ratio": 0.2},
     "quantize": {"bits": "4", "group_size": 16},
@@ -49,6 +50,7 @@ INPUTS = {
     **dict.fromkeys((name for name, stage in stages().items() if stage.method_of in ("upcycle", "moefy")), "dense"),
     **dict.fromkeys(("dense-experts", "prune-base", "quantize-delta", "sparsify-delta", "svd-compress"), "decomposed"),
     **dict.fromkeys(("dense", "add-expert"), "upcycled"),
+    "mlx": "wide",
 }
 
 Inputs = Callable[[str], Path]
@@ -65,10 +67,16 @@ def test_labels_are_for_stages_that_take_gradients() -> None:
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny_mixtral: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+def inputs(
+    tiny_mixtral: Path,
+    make_mixtral: Callable[..., Any],
+    save_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Inputs:
     """`inputs("decomposed")`: a tiny model of that kind."""
     dense = save_model(build_dense("llama"), tmp_path_factory.mktemp("inputs") / "dense")
-    made = {"moe": tiny_mixtral, "dense": dense}
+    wide = save_model(make_mixtral(intermediate_size=64), tmp_path_factory.mktemp("inputs") / "wide")
+    made = {"moe": tiny_mixtral, "dense": dense, "wide": wide}
     ways: dict[str, tuple[str, str]] = {"decomposed": ("decompose", "moe"), "upcycled": ("vanilla", "dense")}
 
     def find(kind: str) -> Path:

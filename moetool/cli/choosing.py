@@ -19,7 +19,7 @@ _FIRST = {
     "compress": ("auto", "hybrid", "quantize", "d2moe", "ders-quantize", "ders-sparsify", "reap"),
     "upcycle": ("vanilla", "fine-grained", "drop", "branch-train-mix", "add-expert"),
     "moefy": ("g-moefication",),
-    "export": ("dense-experts", "gguf", "compressed-tensors", "dense"),
+    "export": ("dense-experts", "gguf", "mlx", "compressed-tensors", "dense"),
 }
 
 

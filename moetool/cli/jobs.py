@@ -22,7 +22,7 @@ _LABELS = {  # of a plan's fields, where their names alone do not say it
     "scratch_bytes": "temporary files",
     "disk_bytes": "disk in all",
 }
-_FOR_ENGINES = ("gguf", "compressed-tensors")  # formats that code a compressed model's experts anew
+_FOR_ENGINES = ("gguf", "mlx", "compressed-tensors")  # formats that code a compressed model's experts anew
 _WORTH = 0.75  # of the time: a faster way that is said to be there
 
 

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sparsify-delta": ("stage", "Store deltas sparse."),
     "export": (
         "stage",
-        "Write a model for other engines (--format): GGUF, compressed-tensors, its own layout, dense.",
+        "Write a model for other engines (--format): GGUF, MLX, compressed-tensors, its own layout, dense.",
     ),
     "eval": ("evaluate", "Measure perplexity on a text, loss against the original, and scores on tasks."),
     "compare": ("compare", "Compress by several methods and ratios, for one table of size, loss, KL, time and memory."),

@@ -49,6 +49,9 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return after_gguf(Path(made)) or line("verify", made)
     if (file := Path(made) / MODEL).exists():
         made = str(file)  # of repair, whose input was such a file
+    if result.stage == "mlx":
+        runs = shutil.which("mlx_lm.generate") and not _lacks_tokenizer(made)
+        return shlex.join(["mlx_lm.generate", "--model", made, "--prompt", PROMPT]) if runs else line("verify", made)
     if result.stage == "compressed-tensors":
         return line("verify", made) if _lacks_tokenizer(made) else _after_packing(made)
     if (then := stages()[result.stage].next_command) is not None:

@@ -1,25 +1,25 @@
-"""Experts as pack-quantized tensors, their codes the nearest ones or chosen on a text."""
+"""Experts in whole codes as an engine stores them, the codes being the nearest ones or chosen on a text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from moetool.architectures import Role
+from moetool.architectures import Architecture, Role
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.peers import Owned
 from moetool.checkpoint.writer import TensorSpec
 from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import EncodedLayers, Named, write_encoded
-from moetool.format.compressed_tensors import PACKED, SCALE, SHAPE, packed_name
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job, to_cpu
 from moetool.numerics.error_feedback import Coded
 from moetool.numerics.output_codes import coded_for_outputs, coded_in_turn
 from moetool.numerics.row_feedback import RowFeedback
-from moetool.numerics.whole_codes import WholeCodes, decode_whole, pack_words, quantize_whole
+from moetool.numerics.whole_codes import WholeCodes, decode_whole, quantize_whole
 from moetool.representations.measured import NOTHING, Measured
 
 
@@ -53,36 +53,61 @@ def whole_codes(
     return coded_in_turn(len(matrix), start, WholeCodes(), feedback, rows, keeps_size=keeps_size)
 
 
-def packed_matrix(codes: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor]:
-    """The tensors in the place of a matrix, by their part of the name, from its codes and scales (`whole_codes`)."""
-    return {PACKED: pack_words(codes, bits), SCALE: scales, SHAPE: torch.tensor(codes.shape)}
+class Packing(ABC):
+    """How an engine stores matrices in whole codes.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale.
+        dtype: of the scales.
+    """
+
+    def __init__(self, architecture: Architecture, bits: int, group: int, dtype: torch.dtype) -> None:
+        self.architecture, self.bits, self.group, self.dtype = architecture, bits, group, dtype
+
+    @abstractmethod
+    def name(self, layer: int, expert: int, role: Role) -> str:
+        """Name of an expert's matrix, ending in `weight`."""
+
+    @abstractmethod
+    def parts(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtypes and shapes of the tensors of a matrix `[out, in]`, by what stands in a name for `weight`."""
+
+    @abstractmethod
+    def packed(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """The tensors of a matrix from its codes and scales (`whole_codes`)."""
+
+    def specs(self, name: str, shape: tuple[int, int]) -> list[TensorSpec]:
+        """The tensors in the place of a matrix `[out, in]` of that name."""
+        return [TensorSpec(part_name(name, part), *own) for part, own in self.parts(shape).items()]
+
+    def named(self, name: str, codes: Tensor, scales: Tensor) -> Named:
+        """The same with their contents, on the CPU."""
+        for part, tensor in self.packed(codes, scales).items():
+            yield part_name(name, part), to_cpu(tensor)
+
+    def nearest(self, name: str, matrix: Tensor) -> Named:
+        """The same for a matrix `[out, in]`, with the nearest codes."""
+        return self.named(name, *whole_codes(matrix, self.bits, self.group, self.dtype))
+
+    def nearest_layer(self, job: Job, layer: int) -> Named:
+        """All experts of a layer with the nearest codes."""
+        reader = job.source.experts
+        for expert, role in product(range(reader.shape.experts), reader.shape.roles):
+            yield from self.nearest(self.name(layer, expert, role), reader.dense(layer, expert, role).to(job.device))
 
 
-def nearest_layer(job: Job, layer: int, bits: int, group: int) -> Named:
-    """All experts of a layer with the nearest codes, by full name on disk."""
-    reader = job.source.experts
-    for expert in range(reader.shape.experts):
-        for role in reader.shape.roles:
-            matrix = reader.dense(layer, expert, role).to(job.device)
-            coded = packed_matrix(*whole_codes(matrix, bits, group, reader.dtype), bits)
-            yield from _named(reader.architecture.weight_name(layer, expert, role), coded)
+def part_name(weight: str, part: str) -> str:
+    """`model.layers.0.mlp.experts.3.up_proj.weight_packed`, of the matrix `….up_proj.weight`."""
+    return weight.removesuffix("weight") + part
 
 
 class PackedLayers(EncodedLayers):
     """Layers whose codes are chosen on a text: on what each expert is given, for what the loss sees."""
 
-    def __init__(
-        self,
-        job: Job,
-        text: CodingText,
-        calibrated: CalibratedJob,
-        packed: Mapping[str, Sequence[TensorSpec]],
-        bits: int,
-        group: int,
-    ) -> None:
-        """`packed` are the tensors in the place of each matrix, by its name."""
-        self._text, self._calibrated, self._packed, self._bits = text, calibrated, packed, bits
-        self._code = partial(whole_codes, bits=bits, group=group, dtype=job.source.experts.dtype)
+    def __init__(self, job: Job, text: CodingText, calibrated: CalibratedJob, packing: Packing) -> None:
+        """Layers of the job's input, each expert's matrix by itself."""
+        self._text, self._calibrated, self._packing = text, calibrated, packing
         super().__init__(job, job.source.experts.moe_layers, calibrated)
 
     def _visit(self, layer: int, module: nn.Module) -> None:
@@ -95,12 +120,13 @@ class PackedLayers(EncodedLayers):
             for expert in range(reader.shape.experts)
             for role in reader.shape.roles
             if owned.has(role, expert)
-            for spec in self._packed[reader.architecture.weight_name(layer, expert, role)]
+            for spec in self._packing.specs(self._packing.name(layer, expert, role), reader.shape.matrix(role))
         ]
         write_encoded(job.work, layer, owned.peers.rank, specs, self._chosen(layer, module, grams, owned))
 
     def _chosen(self, layer: int, module: nn.Module, grams: InputGramCollector, owned: Owned) -> Named:
-        calibrated, reader = self._calibrated, self._job.source.experts
+        calibrated, reader, packing = self._calibrated, self._job.source.experts, self._packing
+        code = partial(whole_codes, bits=packing.bits, group=packing.group, dtype=packing.dtype)
         weights = calibrated.weights(layer, module)
         metric = self._text.metric(calibrated, layer, grams, weights)
         for expert in (expert for experts in grams.sets() for expert in experts):
@@ -112,12 +138,6 @@ class PackedLayers(EncodedLayers):
                 for role in roles:
                     matrix = weights(expert, role).to(self._job.device).float()
                     target = own.target(role, matrix, errors)
-                    codes, scales = self._code(target, measured=replace(given, outputs=own.rows(role)))
+                    codes, scales = code(target, measured=replace(given, outputs=own.rows(role)))
                     errors[role] = matrix - decode_whole(codes, scales)
-                    coded = packed_matrix(codes, scales, self._bits)
-                    yield from _named(reader.architecture.weight_name(layer, expert, role), coded)
-
-
-def _named(weight: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for part, tensor in tensors.items():
-        yield packed_name(weight, part), to_cpu(tensor)
+                    yield from packing.named(packing.name(layer, expert, role), codes, scales)

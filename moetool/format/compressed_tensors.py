@@ -31,11 +31,6 @@ def packed_tensors(
     }
 
 
-def packed_name(weight: str, part: str) -> str:
-    """`model.layers.0.mlp.experts.3.up_proj.weight_packed`, of the matrix `….up_proj.weight`."""
-    return weight.removesuffix("weight") + part
-
-
 def packed_entry(
     architecture: Architecture,
     layers: Sequence[int],

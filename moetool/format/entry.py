@@ -9,6 +9,7 @@ from moetool.format.families import architecture_of
 from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry, version_of
+from moetool.format.mlx import is_mlx
 
 _OLD = "compression_config"
 
@@ -43,7 +44,8 @@ def check_unquantized(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for a checkpoint that another tool has quantized."""
     entry = config.get("quantization_config")
     if is_quantized_elsewhere(config):
-        method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
+        unnamed = "mlx" if is_mlx(config) else "unknown"
+        method = entry.get("quant_method", unnamed) if isinstance(entry, Mapping) else entry
         raise InvalidInputError(
             f"This checkpoint is already quantized (quant_method '{method}'). moetool needs the weights in 16 or 32 "
             "bits, or in a format that it decodes (FP8, MXFP8, MXFP4, compressed-tensors, GPTQ, AWQ, AutoRound, "

@@ -22,6 +22,7 @@ from moetool.checkpoint.sizes import format_bytes, format_change
 from moetool.checkpoint.source import is_here, looks_local, model_name
 from moetool.errors import MoetoolError, option_of
 from moetool.format.marker import METHOD, moetool_entry
+from moetool.format.mlx import is_mlx
 from moetool.job.options import RunOptions, context_length
 from moetool.serving.filling import needs_decoding, served_layouts
 
@@ -34,6 +35,7 @@ _BASE = "base_model"
 _OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
         "gguf": "in GGUF",
+        "mlx": "for MLX",
         "compressed-tensors": "in compressed-tensors",
         "dense": "as a dense model",
         "dense-experts": "with its experts as plain matrices",
@@ -106,7 +108,8 @@ def model_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     facts = _inherited(source)
-    data = ModelCardData(library_name="transformers", tags=["moetool"])
+    for_mlx = model is not None and is_mlx(model[0])
+    data = ModelCardData(library_name="mlx" if for_mlx else "transformers", tags=["moetool"])
     for field, value in facts.items():
         data[field] = value
     steps = [_step(origin) for origin in reversed(manifest.origins)]
@@ -223,8 +226,12 @@ def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, objec
     yield "## Size"
     yield "| | weight files |\n|---|---|\n" + "\n".join(f"| {name} | {format_bytes(size)} |" for name, size in rows)
     yield f"{format_change(1 - nbytes / original)} than the {rows[0][0]}."
-    yield "## Measured"
-    yield "\n".join(f"- {line}" for line in _measured(manifest))
+    measured = [*_measured(manifest)]
+    if not is_mlx(config):
+        measured.append("`moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text.")
+    if measured:
+        yield "## Measured"
+        yield "\n".join(f"- {line}" for line in measured)
     yield "## Loading"
     yield from _loading(config)
     yield "## Limits"
@@ -252,7 +259,6 @@ def _measured(manifest: Manifest) -> Iterator[str]:
         values = [number for said in manifest.layers.values() for number in _numbers(said.get(field))]
         if values:
             yield f"Mean {what}, over layers, roles and experts: {sum(values) / len(values):.4f}."
-    yield "`moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text."
 
 
 def _numbers(value: object) -> Iterator[float]:
@@ -266,6 +272,10 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 def _loading(config: Mapping[str, object]) -> Iterator[str]:
+    if is_mlx(config):
+        yield "```sh\npip install mlx-lm\nmlx_lm.chat --model MODEL\n```"
+        yield "`MODEL` is this directory, or the id under which it was shared. Nothing of moetool is needed."
+        return
     model_type = config.get("model_type")
     auto = "AutoModelForMaskedLM" if is_encoder(config) else language_model_class(model_type).__name__
     ours = "import moetool  # teaches transformers to load it\n" if moetool_entry(config) is not None else ""
@@ -293,6 +303,8 @@ def _limits(config: Mapping[str, object]) -> Iterator[str]:
             isinstance(layer, Mapping) and layer.get("dynamic_channels") for layer in layers.values()
         ):
             yield "Channels are skipped for each batch: what it computes for a token depends on the others."
+    elif is_mlx(config):
+        yield "It is in the format of MLX, on Apple silicon: transformers and other engines cannot load it."
     elif isinstance(entry, Mapping):
         yield (
             f"It is in the format of {_code(str(entry.get('quant_method')))}: transformers loads it where that library "

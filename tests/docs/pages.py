@@ -53,6 +53,7 @@ NOT_RUN = {
     "python": "a benchmark: hours on a model of one's own; its options are checked by test_scripts_exist",
     "sbatch": "needs Slurm",
     "llama-quantize": "llama.cpp's; test_cli_gguf_quantize.py calls what it calls",
+    "mlx_lm.chat": "mlx-lm's; test_cli_mlx.py loads what it loads",
     "torchrun": "starts processes; test_cli_ranks.py and test_cli_tune.py of tests/integration do",
     "accelerate": "needs a card for every process",
 }
@@ -232,6 +233,8 @@ def smaller(arguments: list[str]) -> list[str]:
         more.append(SMALLER["refine"])
     if "--target-bpw" in arguments:
         more.append(SMALLER["types"])
+    if "mlx" in arguments and "--group-size" not in arguments:
+        more.append(SMALLER["groups"])
     if "compressed-tensors" in arguments and "--group-size" not in arguments:
         more.append(SMALLER["packing"])
     if name == "decompose" and "--base-bits" in arguments:

@@ -1,0 +1,249 @@
+"""Export of experts in whole codes: what all engines' formats of that kind have in common.
+
+Codes are the nearest ones, or on a text chosen as `quantize` chooses its own: one input after the other, each making
+good for the errors of those before it, on what each expert is given.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from moetool.checkpoint.files import patch_config
+from moetool.checkpoint.weight_files import read_weight_files
+from moetool.checkpoint.writer import TensorSpec
+from moetool.compress.coding_text import NEAREST, CodingText
+from moetool.compress.encoded_layers import Named, encoded_bytes
+from moetool.costs.building_blocks import (
+    ModelSize,
+    calibration_forward,
+    decoding,
+    input_grams,
+    moe_size,
+    weights_again,
+    writing,
+)
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import ENCODE, Phase, output_phases, rewriting_phases
+from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.export.packing import PackedLayers, Packing
+from moetool.format.gguf.families import gguf_family
+from moetool.format.kinds import custom_module
+from moetool.format.layout import native_layout
+from moetool.job.job import DecodedSource, Input, Job
+from moetool.job.options import RunOptions, TextOptions
+from moetool.job.plan import Plan
+from moetool.job.result import Details, Json, Sizes
+from moetool.job.shards import OutputPlan, ShardPlan
+from moetool.job.stage import Stage
+from moetool.job.writing import with_the_rest, write_checkpoint
+from moetool.numerics.work import Work, altogether
+from moetool.representations.quantized import Quantized
+
+
+class CodedExpertsOptions(RunOptions, TextOptions):
+    """Bits and groups of the codes, and the text that these are chosen on, if any."""
+
+    bits: int = Field(4, description="Bits of every number of an expert.")
+    group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
+
+
+CodedT = TypeVar("CodedT", bound=CodedExpertsOptions, default=CodedExpertsOptions)
+
+
+class CodedExperts(Stage[CodedT]):
+    """Codes every expert anew on an even grid, whatever it was stored as.
+
+    Attributes:
+        kernels: what runs the result, in words.
+    """
+
+    source_type: ClassVar[type[Input]] = DecodedSource
+    method_of: ClassVar[str | None] = "export"
+    is_parallel: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
+    kernels: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def packing(self) -> Packing:
+        """How the engine stores a matrix."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `InvalidInputError` or `UsageError` where the format cannot hold the input, or no engine reads it."""
+
+    @abstractmethod
+    def layer_specs(self, layer: int) -> list[TensorSpec]:
+        """The tensors of all experts of a layer, as they are written."""
+
+    @abstractmethod
+    def entries(self) -> Mapping[str, object]:
+        """What `config.json` says of the format."""
+
+    def as_written(self, layer: int, experts: Named) -> Named:
+        """The tensors of `layer_specs`, from those of each expert's matrices."""
+        yield from experts
+
+    def passing(self, spec: TensorSpec) -> list[TensorSpec]:
+        """The tensors that stand for one that is none of an expert's."""
+        return [spec]
+
+    def passed(self, job: Job, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> Named:
+        """Those of these tensors that stand for ones that `read` gives by name."""
+        return iter(())
+
+    def lacking(self) -> dict[str, str]:
+        """What engines want and the input does not have, by the name of a plan's field."""
+        return {}
+
+    @cached_property
+    def _shards(self) -> ShardPlan:
+        """Plan of the shards to write. Raises `InvalidInputError` where the format cannot hold the input."""
+        source, reader = self.source, self.source.experts
+        self.check_family()
+        self.check()
+        native = dict.fromkeys(reader.moe_layers, native_layout(reader.shape))
+        units = []
+        for layer, specs in OutputPlan(source, native, self.options.shard_size).units:
+            coded = {spec.name for spec in reader.specs(layer, native[layer])} if layer in native else set()
+            kept = [spec for own in specs if own.name not in coded for spec in self.passing(own)]
+            units.append((layer, kept + (self.layer_specs(layer) if layer in native else [])))
+        return ShardPlan(units, self.options.shard_size)
+
+    def check_family(self) -> None:
+        """Raise `InvalidInputError` for models that no engine but moetool runs."""
+        shape, config = self.source.experts.shape, self.source.checkpoint.config
+        if (spec := custom_module(config)) is not None:
+            raise InvalidInputError(
+                f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): no engine "
+                f"that reads {self.name} knows them."
+            )
+        if shape.biases:
+            raise InvalidInputError("These experts have biases, which engines that read packed experts leave out.")
+
+    @property
+    def instead(self) -> str:
+        """Formats that take the input where this one does not, as typed."""
+        try:
+            gguf_family(self.source.checkpoint.settings)
+        except InvalidInputError:
+            return "--format dense-experts in the original's size"
+        return "--format gguf, or --format dense-experts in the original's size"
+
+    def check_groups(self, served: Sequence[int], cards: int = 1) -> None:
+        """Raise `UsageError` unless groups divide the inputs of all matrices, on each of so many cards.
+
+        Args:
+            served: groups that the engine's kernels take, of which the nearest is named.
+            cards: that share every expert.
+        """
+        shape, group = self.source.experts.shape, self.options.group_size
+        width = shape.intermediate // cards
+        common = math.gcd(shape.hidden, width)
+        if common % group == 0:
+            return
+        share = f"{width}" if cards == 1 else f"{width} ({shape.intermediate} over {cards} cards)"
+        fitting = [size for size in served if common % size == 0] or self.other_groups(common)
+        problem = f"Groups of {group} do not divide both a hidden size of {shape.hidden} and experts {share} wide."
+        if not fitting:
+            raise UsageError(f"{problem} No others do, and a scale for every number takes more than codes save.")
+        nearest = min(fitting, key=lambda size: (abs(size - group), -size))
+        raise UsageError(f"{problem} The nearest that do: --group-size {nearest}.")
+
+    def other_groups(self, common: int) -> list[int]:
+        """Groups besides those of kernels that divide a `common` number of inputs and can be stored."""
+        return [size for size in range(2, common + 1) if common % size == 0]
+
+    @cached_property
+    def _text(self) -> CodingText | None:
+        return CodingText.of(self.source, self.options)
+
+    def plan(self) -> Plan:
+        source, text, output = self.source, self._text, self._shards.nbytes
+        reader, options = source.experts, self.options
+        size, details = moe_size(reader), dict[str, Json](self.lacking())
+        if text is None:
+            if options.bits < 8:
+                details["note"] = NEAREST
+            work = self._coding(size) + (decoding(size) if reader.layouts else Work())
+            scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
+            phases = rewriting_phases(size, output, work)
+        else:
+            cost, details["experts_at_once"] = text.cost, text.experts_at_once
+            size, memory = moe_size(reader, text.experts_at_once), text.memory.nbytes(text.experts_at_once)
+            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(self.source)
+            measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
+            made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
+            phases = (*output_phases(cost, size), Phase(ENCODE, made))
+        return Plan(
+            stage=self.name,
+            input_bytes=source.checkpoint.weight_bytes,
+            output_bytes=output,
+            scratch_bytes=scratch,
+            memory_bytes=memory,
+            phases=phases,
+            details=details,
+        )
+
+    def _coding(self, size: ModelSize) -> Work:
+        shape, form = self.source.experts.shape, Quantized(self.options.bits, self.options.group_size)
+        on_text, matrices = self._text is not None, [shape.matrix(role) for role in shape.roles]
+        works = [form.work(matrix, fed_back=on_text) for matrix in matrices]
+        works += [form.in_turn_work(matrix) for matrix in matrices if on_text]
+        return altogether(works) * size.experts
+
+    def run(self, job: Job) -> Details:
+        reader, plan, packing = self.source.experts, self._shards, self.packing
+        for wanted in self.lacking().values():
+            job.progress.log(f"{self.kernels} want {wanted}: they may refuse this checkpoint, or run it slower.")
+        if (text := self._text) is None and packing.bits < 8:
+            job.progress.log(NEAREST)
+        packed: Callable[[int], Named] = lambda layer: packing.nearest_layer(job, layer)  # noqa: E731
+        making, facts = None, None
+        if text is not None:
+            calibrated = text.opened(job)
+            making = PackedLayers(job, text, calibrated, packing)
+            packed, facts = making.encoded, calibrated.facts
+
+        def tensors(layer: int) -> Named:
+            shared, specs = dict[str, Tensor](), plan.unit(layer)
+            experts: Named = iter(())
+            if layer in reader.moe_layers:
+                experts = self.as_written(layer, packed(layer))
+                if reader.layout(layer).is_extended:
+                    last = reader.shape.experts
+                    own = reader.shared_expert_tensors(
+                        layer, lambda role: reader.dense(layer, last, role).to(reader.dtype)
+                    )
+                    shared = dict(own)
+
+            def read(name: str) -> Tensor:
+                return shared[name] if name in shared else self.source.checkpoint.read(name)
+
+            return with_the_rest(read, specs, chain(experts, self.passed(job, specs, read)))
+
+        config = patch_config(self.source.checkpoint.config, self.entries())
+        write_checkpoint(job, plan, tensors, config=config, calibration=facts, making=making)
+        return Details(calibration=facts)
+
+    @property
+    def matrices(self) -> list[TensorSpec]:
+        """The matrices that pass through, as they are written."""
+        specs = [spec for _, unit in self._shards.units for spec in unit]
+        return [spec for spec in specs if len(spec.shape) == 2 and spec.name.endswith(".weight")]
+
+    def verify(self, output: Path) -> Sizes:
+        headers, held = read_weight_files(output)
+        due = {spec.name: spec for _, unit in self._shards.units for spec in unit}
+        wrong = [name for name, spec in due.items() if name not in held or held[name].shape != spec.shape]
+        if wrong:
+            raise VerificationError(f"The output lacks {len(wrong)} tensors, the first {min(wrong)}.")
+        return self.sizes(self.source, sum(header.file_bytes for header in headers.values()))

@@ -1,0 +1,95 @@
+"""Layout on disk of the checkpoints that mlx-lm runs on Apple silicon: names, tensors and the entry of `config.json`.
+
+A matrix [out, in] has three tensors: `weight`, unsigned codes of b bits packed into uint32 without gaps, and `scales`
+and `biases` [out, in / group]; a number is code · scale + bias. All experts of a layer are one such matrix more deep,
+under `switch_mlp`.
+
+Source: https://github.com/ml-explore/mlx-lm (`utils.load_model`, `models/switch_layers.py`).
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from moetool.architectures import Role
+from moetool.architectures.base import Settings
+
+CODES, SCALES, BIASES = "weight", "scales", "biases"
+AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
+AFFINE_BITS = (2, 3, 4, 8)
+_PLAIN = (str, int, float, bool, list)
+_OUTRIGHT = ("rope_theta", "partial_rotary_factor")
+
+# Where mlx-lm has the experts of a layer, beside the router, by `model_type`: of families whose exports were compared
+# in mlx-lm 0.32, logit for logit.
+_SWITCH, _EXPERTS = "switch_mlp", "experts"
+EXPERTS_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "afmoe": _EXPERTS,
+        "deepseek": _SWITCH,
+        "deepseek_v2": _SWITCH,
+        "deepseek_v3": _SWITCH,
+        "dots1": _EXPERTS,
+        "exaone_moe": _SWITCH,
+        "glm4_moe": _SWITCH,
+        "granitemoe": _SWITCH,
+        "longcat_flash": _SWITCH,
+        "minimax_m2": _SWITCH,
+        "mixtral": _SWITCH,
+        "olmoe": _SWITCH,
+        "phimoe": _SWITCH,
+        "qwen2_moe": _SWITCH,
+        "qwen3_moe": _SWITCH,
+        "solar_open": _SWITCH,
+    }
+)
+
+
+def packed_tensors(
+    matrix: tuple[int, int], bits: int, group: int, dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of the tensors that store a matrix `[out, in]`; `dtype` is that of scales and biases."""
+    rows, columns = matrix
+    return {
+        CODES: (torch.uint32, (rows, columns * bits // 32)),
+        SCALES: (dtype, (rows, columns // group)),
+        BIASES: (dtype, (rows, columns // group)),
+    }
+
+
+def stacked_name(block: str, kind: str, role: Role) -> str:
+    """The matrix of all experts of a `block`, such as `model.layers.0.mlp.`, in a family of this `model_type`:
+    `model.layers.0.mlp.switch_mlp.up_proj.weight`."""
+    return f"{block}{EXPERTS_IN[kind]}.{role}_proj.{CODES}"
+
+
+def packed_entry(bits: int, group: int, others: Iterable[str], other_bits: int) -> dict[str, object]:
+    """What `config.json` says under `quantization`, and under `quantization_config`, where other tools look.
+
+    Args:
+        bits: of experts.
+        group: inputs that share a scale.
+        others: the other matrices in codes, by the names of their codes.
+        other_bits: of these.
+    """
+    own = {name.removesuffix(f".{CODES}"): {"group_size": group, "bits": other_bits} for name in others}
+    return {"group_size": group, "bits": bits, "mode": "affine", **(own if other_bits != bits else {})}
+
+
+def told_outright(settings: Settings) -> dict[str, object]:
+    """Values of `config.json` where mlx-lm looks for them: it has defaults of its own, not those of transformers, and
+    most of its families know the entries on rotary embeddings of transformers 4 alone."""
+    found: dict[str, object] = {key: value for key, value in settings.items() if isinstance(value, _PLAIN)}
+    rotary = settings.get("rope_parameters")
+    if isinstance(rotary, Mapping) and "rope_theta" in rotary:  # else each kind of layer has its own
+        found |= {key: rotary[key] for key in _OUTRIGHT if key in rotary}
+        scaled = {key: value for key, value in rotary.items() if key not in _OUTRIGHT}
+        found["rope_scaling"] = None if scaled.get("rope_type", "default") == "default" else scaled
+    return found
+
+
+def is_mlx(config: Mapping[str, object]) -> bool:
+    """Whether a `config.json` is of a checkpoint in codes of mlx-lm."""
+    entry = config.get("quantization_config")
+    return isinstance(entry, Mapping) and "quant_method" not in entry and {"bits", "group_size"} <= entry.keys()

@@ -1,0 +1,226 @@
+"""`export --format mlx`: names, bytes and entry of the format, numbers of all matrices, and what mlx-lm computes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    WEIGHTS,
+    CrashDriver,
+    change_tensors,
+    config_of,
+    copy_of,
+    logits,
+    relative_error,
+    weight_bytes,
+)
+from families import FAMILIES, build
+from safetensors.torch import load_file
+from sampling import sampled
+from torch import Tensor
+
+from moetool.format.mlx import EXPERTS_IN
+from moetool.job.job import Source
+
+HUB: dict[str, dict[str, Any]] = {  # what the hub's configs have and transformers does not write
+    "deepseek_v2": {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        }
+    },
+    "dots1": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "exaone_moe": {"is_moe_layer": [True, False, True]},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "minimax_m2": {"rotary_dim": 8, "shared_intermediate_size": 0, "scoring_func": "sigmoid"},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "solar_open": {"intermediate_size": 64, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
+}
+
+
+def wide(family: str) -> Any:
+    """A model whose matrices are cut into whole groups of 32 inputs."""
+    own = {**FAMILIES[family], **HUB.get(family, {})}
+    widths = {key: 32 * -(-own[key] // 32) for key in own if key.endswith(("intermediate_size", "ffn_hidden_size"))}
+    return build(family, hidden_size=64, **{**HUB.get(family, {}), **widths})
+
+
+@pytest.fixture(scope="module")
+def model(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_mixtral(hidden_size=64, intermediate_size=64), tmp_path_factory.mktemp("mlx") / "model")
+
+
+def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
+    return run_cli("export", source, target, "--format", "mlx", "--group-size", 32, *options)
+
+
+def decoded(path: Path, module: str) -> Tensor:
+    """A matrix, or all experts' of a layer, from the three tensors of the format alone."""
+    stored, entry = load_file(path / WEIGHTS), config_of(path)["quantization"]
+    own = entry.get(module, entry)
+    words, scales, biases = (stored[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
+    assert words.dtype == torch.uint32
+    spread = (words.view(torch.int32).unsqueeze(-1) >> torch.arange(32)) & 1
+    codes = (spread.flatten(-2).unflatten(-1, (-1, own["bits"])) * 2 ** torch.arange(own["bits"])).sum(-1).float()
+    return codes * scales.float().repeat_interleave(32, -1) + biases.float().repeat_interleave(32, -1)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.4), (3, 0.19), (4, 0.1), (8, 0.01)])
+def test_all_matrices_are_packed_and_the_rest_is_as_it_was(
+    run_cli: Any, model: Path, tmp_path: Path, bits: int, most: float
+) -> None:
+    plan = export(run_cli, model, tmp_path / "none", "--bits", bits, "--dry-run", "--json")
+    result = export(run_cli, model, tmp_path / "out", "--bits", bits, "--json")
+    assert result.code == 0, result.stderr
+    assert plan.json["output_bytes"] == weight_bytes(tmp_path / "out") == result.json["bytes_after"]
+    before, after = load_file(model / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    reader = Source.open(model).experts
+    for layer in reader.moe_layers:
+        for role in reader.shape.roles:
+            found = decoded(tmp_path / "out", f"model.layers.{layer}.block_sparse_moe.switch_mlp.{role}_proj")
+            for expert in range(reader.shape.experts):
+                assert relative_error(found[expert], reader.dense(layer, expert, role)) < most
+    packed = {name.removesuffix(".scales") for name in after if name.endswith(".scales")}
+    for name in (name for name in before if ".experts." not in name):
+        module = name.removesuffix(".weight")
+        assert (module in packed) == (before[name].ndim == 2 and ".gate." not in name)
+        if module in packed:
+            assert relative_error(decoded(tmp_path / "out", module), before[name]) < 0.01
+        else:
+            assert after[name].equal(before[name])
+    assert not [name for name in after if ".experts." in name]
+
+
+def test_other_matrices_may_stay(run_cli: Any, model: Path, tmp_path: Path) -> None:
+    assert export(run_cli, model, tmp_path / "out", "--other-bits", 16).code == 0
+    before, after = load_file(model / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert all(after[name].equal(tensor) for name, tensor in before.items() if ".experts." not in name)
+    assert config_of(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+
+
+def test_the_config_says_outright_what_mlx_lm_asks_for(run_cli: Any, model: Path, tmp_path: Path) -> None:
+    assert export(run_cli, model, tmp_path / "out").code == 0
+    before, after = config_of(model), config_of(tmp_path / "out")
+    assert "rope_theta" not in before
+    assert after["rope_theta"] == before["rope_parameters"]["rope_theta"]
+    assert after["rope_scaling"] is None
+    assert after["quantization"] == after["quantization_config"]
+
+
+def test_a_text_makes_codes_that_lose_less(
+    run_cli: Any, calibration: Any, model: Path, tiny_tokens: Tensor, tmp_path: Path
+) -> None:
+    tokens = tiny_tokens[1000:1256].view(4, 64)
+    expected, lost = logits(model, tokens), {}
+    for name, text in (("nearest", ()), ("chosen", calibration)):
+        result = export(run_cli, model, tmp_path / name, "--bits", 2, *text)
+        assert result.code == 0, result.stderr
+        assert config_of(tmp_path / name) == config_of(tmp_path / "nearest")
+        shown = put_back(model, tmp_path / name, tmp_path / f"{name}-dense")
+        lost[name] = relative_error(logits(shown, tokens), expected)
+    assert lost["chosen"] < 0.95 * lost["nearest"]
+
+
+def put_back(original: Path, exported: Path, target: Path) -> Path:
+    """An ordinary checkpoint with what the experts' codes stand for."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            block, _, rest = name.partition("experts.")
+            expert, role, _ = rest.split(".")
+            tensors[name] = decoded(exported, f"{block}switch_mlp.{names[role]}")[int(expert)].to(tensors[name])
+
+    copy_of(original, target)
+    change_tensors(target, change)
+    return target
+
+
+def test_killed_runs_resume_to_the_same_bytes(
+    crash: CrashDriver, calibration: Any, model: Path, tmp_path: Path
+) -> None:
+    arguments = ("export", model, "--format", "mlx", "--group-size", 32, *calibration, "--shard-size", "20kB")
+    crash.whole(tmp_path / "whole", arguments)
+    crash.goes_on(tmp_path / "out", arguments, 25, tmp_path / "whole")
+
+
+def test_a_shared_expert_on_the_base_is_packed_as_any(run_cli: Any, save_model: Any, tmp_path: Path) -> None:
+    widths = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    source = save_model(build("qwen2_moe", mlp_only_layers=[], **widths), tmp_path / "model")
+    options = ("--method", "ders-quantize", "--bits", 4, "--shared-expert", "--group-size", 32)
+    made = run_cli("compress", source, tmp_path / "small", *options)
+    assert made.code == 0, made.stderr
+    result = export(run_cli, tmp_path / "small", tmp_path / "out", "--bits", 8)
+    assert result.code == 0, result.stderr
+    assert run_cli("export", tmp_path / "small", tmp_path / "dense").code == 0
+    dense = load_file(tmp_path / "dense" / WEIGHTS)
+    shared = [name.removesuffix(".weight") for name in dense if ".shared_expert." in name]
+    assert shared
+    assert all(relative_error(decoded(tmp_path / "out", name), dense[f"{name}.weight"]) < 0.02 for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--bits", 5), 2, ["2, 3, 4, 8", "not 5"]),
+        (("--group-size", 48), 2, ["--group-size"]),
+        (("--group-size", 128), 2, ["Groups of 128", "--group-size 64"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    run_cli: Any, model: Path, tmp_path: Path, options: tuple[object, ...], code: int, says: list[str]
+) -> None:
+    result = run_cli("export", model, tmp_path / "out", "--format", "mlx", *options)
+    assert result.code == code, result.stderr
+    assert all(part in result.stderr for part in says), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_families_are_refused(run_cli: Any, save_model: Any, tmp_path: Path) -> None:
+    result = export(run_cli, save_model(build("flex_olmo"), tmp_path / "model"), tmp_path / "out")
+    assert result.code == 3
+    assert "'flex_olmo' is not among the families" in result.stderr
+
+
+def test_an_export_is_verified_and_read_by_mlx_lm_alone(run_cli: Any, model: Path, tmp_path: Path) -> None:
+    result = export(run_cli, model, tmp_path / "out")
+    assert "mlx_lm.chat" in (tmp_path / "out" / "README.md").read_text()
+    assert re.search(r"next: (mlx_lm.generate --model|moetool verify) ", result.stderr)
+    assert run_cli("verify", tmp_path / "out").code == 0
+    read = run_cli("inspect", tmp_path / "out")
+    assert read.code == 3
+    assert "quant_method 'mlx'" in read.stderr
+
+
+@pytest.mark.parametrize(
+    "family", sampled(sorted(EXPERTS_IN), ["afmoe", "deepseek_v3", "granitemoe", "mixtral", "qwen3_moe"])
+)
+def test_mlx_lm_computes_what_transformers_does(run_cli: Any, save_model: Any, tmp_path: Path, family: str) -> None:
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    load_model = pytest.importorskip("mlx_lm.utils", exc_type=ImportError).load_model
+    source = save_model(wide(family), tmp_path / "model")
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 280, (1, 40)))
+    expected = logits(source, tokens).float().log_softmax(-1)
+    for other, most in ((16, 0.06), (8, 0.25)):
+        out = tmp_path / f"out-{other}"
+        result = export(run_cli, source, out, "--bits", 8, "--other-bits", other)
+        assert result.code == 0, result.stderr
+        with mx.stream(mx.cpu):
+            loaded, _ = load_model(out)
+            loaded.set_dtype(mx.float32)
+            found = torch.from_numpy(np.array(loaded(mx.array(tokens.numpy())).astype(mx.float32))).log_softmax(-1)
+        found = found[..., : expected.shape[-1]]
+        assert (found - expected).norm() < most * (expected - expected.mean(-1, keepdim=True)).norm()
