@@ -30,11 +30,9 @@ _DIGITS = 6
 
 
 def _parse_layers(value: object) -> object:
-    parts = split_names(value)
-    if not isinstance(parts, list):
-        return parts
     try:
-        return tuple(sorted(set(map(int, parts))))
+        parts = split_names(value)
+        return tuple(sorted(set(map(int, parts)))) if isinstance(parts, list) else parts
     except ValueError as error:
         raise ValueError("this is not a list of layers; write it like 0,4,8") from error
 
