@@ -1,5 +1,6 @@
 """Classes in the place of some of transformers' own, which it builds models of as soon as moetool is imported."""
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ def fused_experts(shape: MoEShape, activation: Callable[[Tensor], Tensor], sprea
 
 
 def take_the_place(of: type[nn.Module], own: type[nn.Module]) -> None:
-    """Let transformers build one of our classes where its models have one of its own."""
-    from transformers.monkey_patching import register_patch_mapping
+    """Let transformers build one of our classes where its models have one of its own.
 
-    register_patch_mapping({f"^{of.__name__}$": own}, overwrite=True)  # a bare name is looked for in others, too
+    The name is bound in the module of `of`. transformers' `register_patch_mapping` would look for it in all modules
+    that are loaded, and again whenever a model of any family is built.
+    """
+    setattr(sys.modules[of.__module__], of.__name__, own)

@@ -12,7 +12,9 @@ from derived_families import DERIVED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.dbrx import modeling_dbrx
-from transformers.models.dbrx.modeling_dbrx import DbrxFFN, DbrxForCausalLM, DbrxRotaryEmbedding
+from transformers.models.dbrx.modeling_dbrx import DbrxForCausalLM
+
+from moetool.runtime.families.dbrx import DbrxFusedFFN, DbrxOwnRotaryEmbedding
 
 BLOCK = "transformer.blocks.0.ffn.experts.mlp."
 
@@ -24,10 +26,11 @@ def test_files_are_those_of_transformers_own_class(
     tensors = load_file(save_model(model, tmp_path / "model") / "model.safetensors")
     config = copy.deepcopy(model.config)
     config.rope_parameters["rope_theta"] = config.attn_config.rope_theta
-    for kind in (DbrxFFN, DbrxRotaryEmbedding):  # a model that was refused leaves ours there
-        monkeypatch.setattr(modeling_dbrx, kind.__name__, kind)
-    own = DbrxForCausalLM(config)  # not built by transformers' loader
-    assert type(own.transformer.blocks[0].ffn) is DbrxFFN
+    with monkeypatch.context() as patch:
+        for kind in (DbrxFusedFFN.__base__, DbrxOwnRotaryEmbedding.__base__):
+            patch.setattr(modeling_dbrx, kind.__name__, kind)
+        own = DbrxForCausalLM(config)
+    assert type(own.transformer.blocks[0].ffn).__module__ == modeling_dbrx.__name__
     own.load_state_dict(tensors)
     assert tensors[f"{BLOCK}w2"].shape == (6 * 24, 32)
     tokens = torch.arange(3, 35)[None]

@@ -10,7 +10,9 @@ from derived_families import DERIVED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.jetmoe import modeling_jetmoe
-from transformers.models.jetmoe.modeling_jetmoe import JetMoeForCausalLM, JetMoeMoE
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeForCausalLM
+
+from moetool.runtime.families.jetmoe import JetMoeFusedMoE
 
 BLOCK = "model.layers.0.mlp."
 
@@ -20,9 +22,10 @@ def test_files_are_those_of_transformers_own_class(
 ) -> None:
     model = families.build("jetmoe", **DERIVED["jetmoe"])
     tensors = load_file(save_model(model, tmp_path / "model") / "model.safetensors")
-    monkeypatch.setattr(modeling_jetmoe, "JetMoeMoE", JetMoeMoE)  # a model that was refused leaves ours there
-    own = JetMoeForCausalLM(model.config)  # not built by transformers' loader
-    assert type(own.model.layers[0].mlp) is JetMoeMoE
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_jetmoe, "JetMoeMoE", JetMoeFusedMoE.__base__)
+        own = JetMoeForCausalLM(model.config)
+    assert type(own.model.layers[0].mlp).__module__ == modeling_jetmoe.__name__
     missing, unexpected = own.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if model.config.tie_word_embeddings else [], [])
     assert tensors[f"{BLOCK}input_linear.weight"].shape == (6, 96, 32)
