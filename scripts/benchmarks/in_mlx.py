@@ -4,7 +4,7 @@
 
 MODEL is an MoE model of a family that `export --format mlx` takes. Each number of bits is made three times: by
 `mlx_lm.convert -q`, by `export` without a text, and by `export` with CALIBRATION, half of it the bundled text. KL
-divergence is to the original in mlx-lm, in fp32 on a CPU.
+divergence is to the original in mlx-lm, in fp32 on a CPU. Needs `pip install mlx-lm 'mlx[cpu]'`.
 """
 
 import argparse
@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from _common import made_by, publish
-from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
 from moetool.checkpoint.reader import Checkpoint
@@ -61,6 +59,9 @@ def made(options: argparse.Namespace, original: Path) -> Iterator[tuple[str, int
 
 def log_probabilities(model: Path, windows: np.ndarray) -> Iterator[np.ndarray]:
     """Of every window `[tokens]`: `[tokens, vocabulary]`."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
     with mx.stream(mx.cpu):
         loaded, _ = load_model(model)
         loaded.set_dtype(mx.float32)

@@ -227,7 +227,7 @@ def test_an_export_is_verified_and_read_by_mlx_lm_alone(run_cli: Any, model: Pat
 )
 def test_mlx_lm_computes_what_transformers_does(run_cli: Any, save_model: Any, tmp_path: Path, family: str) -> None:
     if importlib.util.find_spec("mlx_lm") is None:
-        pytest.skip("mlx-lm is not installed")
+        pytest.skip("mlx-lm is not installed: pip install mlx-lm 'mlx[cpu]'")
     source = save_model(wide(family), tmp_path / "model")
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 280, (1, 40)))
     np.save(tmp_path / "tokens.npy", tokens.numpy())
