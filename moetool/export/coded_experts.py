@@ -7,7 +7,7 @@ good for the errors of those before it, on what each expert is given.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
@@ -74,7 +74,7 @@ class CodedExperts(Stage[CodedT]):
     @property
     @abstractmethod
     def packing(self) -> Packing:
-        """How the engine stores a matrix."""
+        """The names and tensors in which the engine stores the codes of a matrix."""
 
     @abstractmethod
     def check(self) -> None:
@@ -86,7 +86,7 @@ class CodedExperts(Stage[CodedT]):
 
     @abstractmethod
     def entries(self) -> Mapping[str, object]:
-        """What `config.json` says of the format."""
+        """Entries of the result's `config.json` by which the engine knows the format."""
 
     def as_written(self, layer: int, experts: Named) -> Named:
         """The tensors of `layer_specs`, from those of each expert's matrices."""
@@ -206,7 +206,7 @@ class CodedExperts(Stage[CodedT]):
             job.progress.log(f"{self.kernels} want {wanted}: they may refuse this checkpoint, or run it slower.")
         if (text := self._text) is None and packing.bits < 8:
             job.progress.log(NEAREST)
-        packed: Callable[[int], Named] = lambda layer: packing.nearest_layer(job, layer)  # noqa: E731
+        packed: Callable[[int], Named] = partial(packing.nearest_layer, job)
         making, facts = None, None
         if text is not None:
             calibrated = text.opened(job)

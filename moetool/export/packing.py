@@ -67,7 +67,7 @@ class Packing(ABC):
 
     @abstractmethod
     def name(self, layer: int, expert: int, role: Role) -> str:
-        """Name of an expert's matrix, ending in `weight`."""
+        """Name of the tensor that would hold an expert's matrix in full; it ends in `weight`."""
 
     @abstractmethod
     def parts(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -82,16 +82,16 @@ class Packing(ABC):
         return [TensorSpec(part_name(name, part), *own) for part, own in self.parts(shape).items()]
 
     def named(self, name: str, codes: Tensor, scales: Tensor) -> Named:
-        """The same with their contents, on the CPU."""
+        """Yield the tensors in the place of a matrix of that name, on the CPU, from its codes and scales."""
         for part, tensor in self.packed(codes, scales).items():
             yield part_name(name, part), to_cpu(tensor)
 
     def nearest(self, name: str, matrix: Tensor) -> Named:
-        """The same for a matrix `[out, in]`, with the nearest codes."""
+        """Yield the tensors in the place of a matrix `[out, in]` of that name, with the codes nearest to it."""
         return self.named(name, *whole_codes(matrix, self.bits, self.group, self.dtype))
 
     def nearest_layer(self, job: Job, layer: int) -> Named:
-        """All experts of a layer with the nearest codes."""
+        """Yield the tensors of all experts of a layer, with the codes nearest to their matrices."""
         reader = job.source.experts
         for expert, role in product(range(reader.shape.experts), reader.shape.roles):
             yield from self.nearest(self.name(layer, expert, role), reader.dense(layer, expert, role).to(job.device))

@@ -1,8 +1,8 @@
 """Layout on disk of the checkpoints that mlx-lm runs on Apple silicon: names, tensors and the entry of `config.json`.
 
 A matrix [out, in] has three tensors: `weight`, unsigned codes of b bits packed into uint32 without gaps, and `scales`
-and `biases` [out, in / group]; a number is code · scale + bias. All experts of a layer are one such matrix more deep,
-under `switch_mlp`.
+and `biases` [out, in / group]; a number is code · scale + bias. Those of all experts of a layer are stacked: each of
+the three has one dimension more, in front.
 
 Source: https://github.com/ml-explore/mlx-lm (`utils.load_model`, `models/switch_layers.py`).
 """

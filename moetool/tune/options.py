@@ -72,7 +72,7 @@ class BalanceOptions(Options):
 
 
 class TeacherOptions(Options):
-    """Options of distillation."""
+    """Options of learning from a teacher's predictions beside the examples."""
 
     group: ClassVar[str] = "Distillation"
 
