@@ -8,7 +8,6 @@ from moetool.numerics.error_feedback import Coded
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder
 from moetool.numerics.quantization import quantize
-from moetool.numerics.whole_codes import WholeCodes, quantize_whole
 
 GROUP = 16
 
@@ -17,6 +16,4 @@ def started(coder: Coder, bits: int, rows: Tensor) -> Coded:
     """Rows [out, in] under scales for groups of inputs that suit the nearest codes of a coder."""
     if isinstance(coder, LevelCodes):
         return Coded(rows, quantize(rows, bits, GROUP, torch.float32)[1], bits)
-    if isinstance(coder, WholeCodes):
-        return Coded(rows, quantize_whole(rows, bits, GROUP, torch.float32)[1], bits)
     return Coded(rows, trellis.fitting_scales(rows, bits, GROUP, torch.float32), bits)

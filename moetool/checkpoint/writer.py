@@ -13,7 +13,7 @@ from torch import Tensor
 from moetool.checkpoint.files import atomically, free_bytes, storage_errors, write_json
 from moetool.checkpoint.header import DTYPE_CODES, LENGTH_BYTES, MAX_HEADER_BYTES, byte_view
 from moetool.checkpoint.names import INDEX, SINGLE
-from moetool.errors import ResourceError, VerificationError
+from moetool.errors import InvalidInputError, ResourceError, VerificationError
 
 PIECE_BYTES = 8 << 20  # what is checked and written at once: in the cache, and small beside any tensor that matters
 ALIGNMENT = 8
@@ -196,6 +196,12 @@ def is_finite(tensor: Tensor) -> bool:
     # NaN survives min and max. One pass and no temporary: tens of times faster than `isfinite(...).all()`.
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def check_finite(name: str, part: Tensor) -> None:
+    """Raise `InvalidInputError` for a part of a tensor with NaN or infinity."""
+    if not is_finite(part):
+        raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
 
 
 def _check_plan(shards: Sequence[Sequence[TensorSpec]]) -> None:

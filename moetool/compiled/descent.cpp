@@ -1,5 +1,5 @@
-// Codes, scales and units of llama.cpp's blocks that lose least at the output of a matrix
-// (moetool/export/gguf/descent.py and feeding.py have the maths, in torch).
+// Codes, scales and units of blocks that lose least at the output of a matrix
+// (moetool/export/blocks/descent.py and feeding.py have the maths, in torch).
 #include <algorithm>
 #include <vector>
 
@@ -24,10 +24,14 @@ vf load_codes(const Nearest& nearest, const uint8_t* row, long count) {
 void store_codes(uint8_t* row, long count, vi codes) {
   for (long i = 0; i < std::min(W, count); i++) row[i] = (uint8_t)codes[i];
 }
-vf as_half(vf v) {
+// As `BlockLayout.as_unit` rounds.
+vf as_unit(const BlockType& type, vf v) {
+  v = within(v, -type.largest_unit, type.largest_unit);
+  if (type.unit == 0) return v;
   uint16_t h[W];
-  store_f16(h, within(v, -65504.f, 65504.f));
-  return halves(h);
+  if (type.unit == 2) return store_f16(h, v), halves(h);
+  const vu u = (vu)v;
+  return (vf)((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000);
 }
 
 // sums[k] = Σ_j g[k, j] v[j] for rows k of a matrix.
@@ -111,7 +115,7 @@ class Lanes {
     product(gram, span.stride, left, a, n, under);
     const vf aa = dot(a, under, n), ax = dot(a, image + part, n);
     if (!type.has_minimum) {
-      const vf found = as_half(d + ax * inverse(aa)), step = found - d;
+      const vf found = as_unit(type, d + ax * inverse(aa)), step = found - d;
       const vf kept = choose(step * (2 * ax - step * aa) > 0, step, vf{});
       d = d + kept;
       for (long k = 0; k < left; k++) image[part + k] -= kept * under[k];
@@ -123,8 +127,8 @@ class Lanes {
     const vf determinant = aa * bb - ab * ab;
     const vi usable = determinant > 1e-4f * aa * bb;
     const vf over = choose(usable, inverse(determinant), vf{});
-    const vf step = as_half(d + choose(usable, (ax * bb - ab * bx) * over, ax * inverse(aa))) - d;
-    const vf shift = as_half(dmin - (bx * aa - ab * ax) * over) - dmin;
+    const vf step = as_unit(type, d + choose(usable, (ax * bb - ab * bx) * over, ax * inverse(aa))) - d;
+    const vf shift = as_unit(type, dmin - (bx * aa - ab * ax) * over) - dmin;
     const vf gain = 2 * (step * ax - shift * bx) - step * (step * aa - 2 * shift * ab) - shift * shift * bb;
     const vf steps = choose(gain > 0, step, vf{}), shifts = choose(gain > 0, shift, vf{});
     d = d + steps, dmin = dmin + shifts;
@@ -311,7 +315,7 @@ class Group {
   const Nearest nearest;
   const NearestPoints points;
   const float* weights;
-  vf x[32], places[32], values[32];
+  vf x[MOST], places[MOST], values[MOST];
 
   void near(vf scale, vf minimum) {
     const vf over = inverse(scale);

@@ -1,11 +1,11 @@
-// Levels of the codes in llama.cpp's blocks, and the ones nearest to given places: of a number by itself, or of 8
-// numbers that are points of a list together (moetool/export/gguf/lattice.py). 16 outputs are treated side by side.
+// Levels of the codes in blocks, and the ones nearest to given places: of a number by itself, or of 8
+// numbers that are points of a list together (moetool/export/blocks/lattice.py). 16 outputs are treated side by side.
 #pragma once
 #include "vectors.h"
 
 constexpr long TOGETHER = 8;  // numbers whose signs a type of points stores together
 
-// A type of blocks, as moetool/format/gguf/blocks.py describes it.
+// A kind of blocks, as moetool/format/blocks.py describes it.
 struct BlockType {
   int64_t numbers, group, count;  // of a block, of those that share a scale, and of levels
   const float* levels;            // [count], ascending
@@ -13,7 +13,8 @@ struct BlockType {
   const int32_t* points;     // [points, together / 4]: magnitudes as bytes, the first in the lowest bits
   const int32_t* neighbors;  // [combinations of magnitudes, tried]: the points nearest to each
   float scale_low, scale_high, scale_step, minimum_low, minimum_high;
-  int64_t has_minimum;
+  int64_t has_minimum, unit;  // of d and dmin: fp32 (0), bf16 (1) or fp16 (2)
+  float largest_unit;
 };
 
 static inline vf within(vf v, float low, float high) {  // not a number becomes `low`

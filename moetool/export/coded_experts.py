@@ -33,6 +33,7 @@ from moetool.costs.building_blocks import (
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.phases import ENCODE, Phase, output_phases, rewriting_phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
+from moetool.export.blocks.coding import choosing_blocks, nearest_blocks_work, preparing_inputs
 from moetool.export.packing import PackedLayers, Packing
 from moetool.format.gguf.families import gguf_family
 from moetool.format.kinds import custom_module
@@ -45,7 +46,6 @@ from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.work import Work, altogether
-from moetool.representations.quantized import Quantized
 
 
 class CodedExpertsOptions(RunOptions, TextOptions):
@@ -194,11 +194,13 @@ class CodedExperts(Stage[CodedT]):
         )
 
     def _coding(self, size: ModelSize) -> Work:
-        shape, form = self.source.experts.shape, Quantized(self.options.bits, self.options.group_size)
-        on_text, matrices = self._text is not None, [shape.matrix(role) for role in shape.roles]
-        works = [form.work(matrix, fed_back=on_text) for matrix in matrices]
-        works += [form.in_turn_work(matrix) for matrix in matrices if on_text]
-        return altogether(works) * size.experts
+        shape, layout = self.source.experts.shape, self.packing.layout
+        matrices = [shape.matrix(role) for role in shape.roles]
+        if self._text is None:
+            return altogether(nearest_blocks_work(matrix, layout) for matrix in matrices) * size.experts
+        given = (preparing_inputs(shape.matrix(roles[0]), tokens=0) for roles in shape.groups)
+        works = (choosing_blocks(matrix, layout, in_turn=True) for matrix in matrices)
+        return altogether([*given, *works]) * size.experts
 
     def run(self, job: Job) -> Details:
         reader, plan, packing = self.source.experts, self._shards, self.packing

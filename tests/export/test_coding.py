@@ -1,4 +1,4 @@
-"""Matrices in llama.cpp's blocks: nearest codes, and codes that lose least at the output."""
+"""Matrices in blocks, llama.cpp's and groups on even grids: nearest codes, and codes that lose least at the output."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from moetool.compiled import compiler
-from moetool.export.gguf.blocked import Blocked, first_scales, nearest_blocks
-from moetool.export.gguf.coding import block_codes
-from moetool.export.gguf.descent import Descent
-from moetool.export.gguf.prepared_gram import PreparedGram
+from moetool.export.blocks.blocked import Blocked, first_scales, nearest_blocks
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.descent import Descent
+from moetool.export.blocks.prepared_gram import PreparedGram
+from moetool.export.gguf.packing import packed
+from moetool.format.blocks import BlockLayout, affine, symmetric
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 
 ROWS, COLUMNS = 24, 512
@@ -21,7 +23,16 @@ NEAREST = {
     "iq3_s": 0.03, "iq3_xxs": 0.04, "iq2_s": 0.08, "iq2_xs": 0.1, "iq2_xxs": 0.13,
     "q4_1": 8e-3, "q4_0": 9e-3, "iq4_nl": 8e-3, "iq4_xs": 8e-3,
 }  # fmt: skip
-KINDS = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+EVEN = {2: 0.13, 3: 0.04, 4: 9e-3, 8: 5e-5}
+LAYOUTS: list[BlockLayout] = [
+    *BLOCK_TYPES.values(),
+    *(make(bits, 64, torch.bfloat16) for make in (affine, symmetric) for bits in EVEN),
+    affine(4, 8, torch.float32),
+    symmetric(3, 512, torch.float32),  # more numbers than compiled code takes
+]
+NEAREST |= {kind.name: EVEN[bits] for kind in LAYOUTS for bits in EVEN if kind.name.endswith(f" {bits}")}
+KINDS = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: f"{kind.name} {kind.group}")
+STORED = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -44,27 +55,48 @@ def lost(matrix: Tensor, blocked: Blocked, gram: Tensor) -> float:
 
 
 @KINDS
-def test_nearest_codes_are_about_as_good_as_their_number_of_levels(kind: BlockType, matrix: Tensor) -> None:
+def test_nearest_codes_are_about_as_good_as_their_number_of_levels(kind: BlockLayout, matrix: Tensor) -> None:
     error = block_codes(matrix, kind).decoded().T - matrix
     assert float(error.square().sum() / matrix.square().sum()) < NEAREST[kind.name]
 
 
 @KINDS
-def test_on_inputs_codes_lose_a_third_at_the_most(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
+def test_on_inputs_codes_lose_a_third_at_the_most(kind: BlockLayout, matrix: Tensor, gram: Tensor) -> None:
     chosen = block_codes(matrix, kind, PreparedGram.of(gram))
     assert lost(matrix, chosen, gram) < lost(matrix, block_codes(matrix, kind), gram) / 3
 
 
-@KINDS
+@STORED
 def test_the_library_decodes_what_was_meant(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
     gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
     chosen = block_codes(matrix, kind, PreparedGram.of(gram))
-    found = gguf.quants.dequantize(chosen.tobytes().numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
+    found = gguf.quants.dequantize(packed(chosen, kind).numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
     assert torch.equal(torch.from_numpy(found), chosen.decoded().T)
 
 
+@pytest.mark.parametrize("bits", EVEN)
+def test_what_is_on_the_grid_stays(bits: int) -> None:
+    """To the last bit, on the side that a group needs, with scales and minima that bf16 holds."""
+    torch.manual_seed(3)
+    levels = torch.arange(2**bits).repeat(2**8 // 2**bits * 2).view(1, 2, -1).float()
+    scales = torch.tensor([[0.5, -0.75], [3.0, 0.25]])[..., None]
+    for kind, matrix in (
+        (affine(bits, 256, torch.bfloat16), levels * scales.abs() - 4),
+        (symmetric(bits, 256, torch.bfloat16), (levels - 2 ** (bits - 1)) * scales),
+    ):
+        assert torch.equal(block_codes(matrix.flatten(1), kind).decoded().T, matrix.flatten(1))
+
+
+@pytest.mark.parametrize("unit", [torch.float16, torch.bfloat16, torch.float32])
+def test_scales_and_minima_are_such_as_are_stored(unit: torch.dtype, matrix: Tensor, gram: Tensor) -> None:
+    for given in (None, PreparedGram.of(gram)):
+        chosen = block_codes(matrix, affine(3, 32, unit), given)
+        for numbers in (chosen.d, chosen.dmin):
+            assert torch.equal(numbers, numbers.to(unit).float())
+
+
 @KINDS
-def test_a_sweep_never_makes_a_row_worse(kind: BlockType, matrix: Tensor, gram: Tensor) -> None:
+def test_a_sweep_never_makes_a_row_worse(kind: BlockLayout, matrix: Tensor, gram: Tensor) -> None:
     inputs = matrix.T.contiguous()
     blocked = nearest_blocks(inputs, kind)
     descent = Descent(inputs, blocked, gram / gram.diagonal().mean())
@@ -88,7 +120,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @KINDS
 def test_compiled_and_plain_choose_as_well(
-    kind: BlockType, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
+    kind: BlockLayout, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
 ) -> None:
     """They add in another order, after which a code here and there is another one; most are the same."""
     given, inputs = PreparedGram.of(gram), matrix.T.contiguous()
@@ -104,7 +136,7 @@ def test_compiled_and_plain_choose_as_well(
 
 @KINDS
 def test_one_sweep_is_the_same_compiled_and_plain(
-    kind: BlockType, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
+    kind: BlockLayout, matrix: Tensor, gram: Tensor, plain: Callable[[], None]
 ) -> None:
     inputs, gram = matrix.T.contiguous(), gram / gram.diagonal().mean()
     found = Descent(inputs, nearest_blocks(inputs, kind), gram)
@@ -140,7 +172,7 @@ def test_one_row_alone_is_coded_as_among_others(matrix: Tensor, gram: Tensor) ->
 
 
 @KINDS
-def test_zeros_stay_zeros(kind: BlockType, gram: Tensor) -> None:
+def test_zeros_stay_zeros(kind: BlockLayout, gram: Tensor) -> None:
     zeros = torch.zeros(3, COLUMNS)
     for given in (None, PreparedGram.of(gram)):
         assert torch.equal(block_codes(zeros, kind, given).decoded(), zeros.T)

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from moetool.calibration.streaming import StreamedModel
 from moetool.calibration.sweep import Sweep
 from moetool.calibration.table_moments import Weighed
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf import ends
-from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.ends import Ends, table_losses
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES
 from moetool.job.job import Source
 

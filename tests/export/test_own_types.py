@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moetool.errors import UsageError
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf import own_types
-from moetool.export.gguf.coding import block_codes
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.own_types import TypeLosses, own_menu, try_types
-from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.format.gguf.blocks import BLOCK_TYPES, NumberType
 
 KINDS = [BLOCK_TYPES[name] for name in ("q2_k", "q4_k", "q8_0")]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moetool.export.gguf.coding import block_codes
-from moetool.export.gguf.prepared_gram import PreparedGram
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf.proof import is_rounding
 from moetool.format.gguf.blocks import BLOCK_TYPES, NumberType
 

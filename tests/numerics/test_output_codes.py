@@ -11,7 +11,6 @@ from moetool.numerics.error_feedback import Coded, Feedback
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs
 from moetool.numerics.scale_fitting import fitted_scales
-from moetool.numerics.whole_codes import WholeCodes
 
 ROWS, COLUMNS = 48, 256
 # With what share of the errors that fitting alone leaves wider scales get by.
@@ -21,7 +20,6 @@ CODERS: list[tuple[Coder, int, float]] = [
     (LevelCodes(), 3, 0.98),
     (trellis.TrellisCodes(), 1, 0.75),
     (trellis.TrellisCodes(), 2, 0.93),
-    (WholeCodes(), 2, 0.85),
 ]
 every_coder = pytest.mark.parametrize(("coder", "bits", "share"), CODERS)
 

@@ -13,7 +13,6 @@ from moetool.numerics.error_feedback import Feedback
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs, coded_in_turn
 from moetool.numerics.row_feedback import RowFeedback, rows_together, upper_links
-from moetool.numerics.whole_codes import WholeCodes
 
 ROWS, COLUMNS = 96, 64
 CODERS: list[tuple[Coder, int, float]] = [  # with the share of the loss that is left at most
@@ -25,8 +24,6 @@ CODERS: list[tuple[Coder, int, float]] = [  # with the share of the loss that is
     (trellis.TrellisCodes(), 2, 0.3),
     (trellis.TrellisCodes(), 3, 0.2),
     (trellis.TrellisCodes(), 4, 0.15),
-    (WholeCodes(), 2, 0.45),
-    (WholeCodes(), 4, 0.35),
 ]
 every_coder = pytest.mark.parametrize(("coder", "bits", "share"), CODERS)
 

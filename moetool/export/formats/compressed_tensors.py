@@ -14,6 +14,7 @@ from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
 from moetool.export.coded_experts import CodedExperts, CodedExpertsOptions
 from moetool.export.packing import Packing
+from moetool.format.blocks import BlockLayout, symmetric
 from moetool.format.compressed_tensors import (
     KERNEL_BITS,
     KERNEL_GROUPS,
@@ -24,7 +25,7 @@ from moetool.format.compressed_tensors import (
     packed_tensors,
 )
 from moetool.job.options import RunOptions
-from moetool.numerics.whole_codes import WHOLE_BITS, pack_words
+from moetool.numerics.words import WORD_BITS, pack_words
 
 
 class ExportCompressedTensorsOptions(CodedExpertsOptions):
@@ -45,9 +46,9 @@ class ExportCompressedTensorsOptions(CodedExpertsOptions):
     @field_validator("bits")
     @classmethod
     def _served(cls, bits: int) -> int:
-        if bits not in WHOLE_BITS:
+        if bits not in WORD_BITS:
             raise ValueError(
-                f"there are {', '.join(map(str, WHOLE_BITS))}, not {bits}; vLLM's kernels for experts read "
+                f"there are {', '.join(map(str, WORD_BITS))}, not {bits}; vLLM's kernels for experts read "
                 f"{' and '.join(map(str, KERNEL_BITS))}, transformers all of them"
             )
         return bits
@@ -116,11 +117,15 @@ class ExportCompressedTensors(CodedExperts[ExportCompressedTensorsOptions]):
 class _PackQuantized(Packing):
     """A matrix for each expert, under its name in the model."""
 
+    @property
+    def layout(self) -> BlockLayout:
+        return symmetric(self.bits, self.group, self.dtype)
+
     def name(self, layer: int, expert: int, role: Role) -> str:
         return self.architecture.weight_name(layer, expert, role)
 
     def parts(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return packed_tensors(shape, self.bits, self.group, self.dtype)
 
-    def packed(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    def packed(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
         return {PACKED: pack_words(codes, self.bits), SCALE: scales, SHAPE: torch.tensor(codes.shape)}

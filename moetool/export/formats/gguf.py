@@ -29,9 +29,9 @@ from moetool.costs.calibration_cost import BASELINE, CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
+from moetool.export.blocks.coding import choosing_blocks, preparing_inputs
 from moetool.export.gguf.checking import check_source
 from moetool.export.gguf.coded_layers import CodedLayers
-from moetool.export.gguf.coding import choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix

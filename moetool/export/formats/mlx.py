@@ -14,6 +14,7 @@ from moetool.compress.encoded_layers import Named
 from moetool.errors import InvalidInputError
 from moetool.export.coded_experts import CodedExperts, CodedExpertsOptions
 from moetool.export.packing import Packing, part_name
+from moetool.format.blocks import BlockLayout, affine
 from moetool.format.mlx import (
     AFFINE_BITS,
     AFFINE_GROUPS,
@@ -28,7 +29,7 @@ from moetool.format.mlx import (
 )
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
-from moetool.numerics.whole_codes import pack_words
+from moetool.numerics.words import pack_words
 
 _EIGHT = 8
 
@@ -138,13 +139,15 @@ def _coded(specs: Iterable[TensorSpec]) -> list[str]:
 class _Affine(Packing):
     """Matrices that are stacked, expert by expert, when they are written."""
 
+    @property
+    def layout(self) -> BlockLayout:
+        return affine(self.bits, self.group, self.dtype)
+
     def name(self, layer: int, expert: int, role: Role) -> str:
         return f"{self.architecture.block_prefix(layer)}switch_mlp.{expert}.{role}_proj.{CODES}"
 
     def parts(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return packed_tensors(shape, self.bits, self.group, self.dtype)
 
-    def packed(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        # Exact: the lowest level, that of code 0, is a power of two.
-        biases = scales * -(2 ** (self.bits - 1))
-        return {CODES: pack_words(codes, self.bits).view(torch.uint32), SCALES: scales, BIASES: biases}
+    def packed(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
+        return {CODES: pack_words(codes, self.bits).view(torch.uint32), SCALES: scales, BIASES: -minima}

@@ -23,12 +23,14 @@ from moetool.calibration.projection_grams import ProjectionGrams
 from moetool.calibration.row_moments import ProjectionMetric, row_moments_path
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
-from moetool.export.gguf.coding import block_codes
+from moetool.checkpoint.writer import check_finite
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf.ends import Ends
-from moetool.export.gguf.file import GgufTensor, check_finite
+from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf.blocks import BLOCK_TYPES
+from moetool.export.gguf.packing import packed
+from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, layer_in_file, layer_of
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
@@ -84,6 +86,9 @@ class CodedLayers:
     def _file(self, layer: int) -> Path:
         return self._job.work / f"blocks-{layer:05d}.safetensors"
 
+    def _kind(self, name: str) -> BlockType:
+        return BLOCK_TYPES[self._tensors[name].type]
+
     def _visit(self, layer: int, module: nn.Module) -> None:
         job, source = self._job, self._job.source
         named = {
@@ -100,10 +105,10 @@ class CodedLayers:
         for owner, same in grams.shared().items():
             inputs = PreparedGram.of(grams[owner])
             for name in chain.from_iterable(named[path] for path in same):
-                whole = torch.cat(list(self._tensors[name].parts())).to(job.device)
+                whole, kind = torch.cat(list(self._tensors[name].parts())).to(job.device), self._kind(name)
                 check_finite(name, whole)
                 rows = ProjectionMetric.read(row_moments_path(job.work, layer), name, job.device) if in_turn else None
-                found[name] = block_codes(whole, BLOCK_TYPES[self._tensors[name].type], inputs, rows).tobytes()
+                found[name] = packed(block_codes(whole, kind, inputs, rows), kind)
         if experts is not None:
             found |= self._coded_experts(layer, experts)
         save_tensors(self._file(layer), found)
@@ -137,21 +142,20 @@ class CodedLayers:
             check_finite(name, matrix)
             whole = matrix.to(self._job.device).float()
             target = metric.target(role, whole, errors)
-            blocks = block_codes(target, BLOCK_TYPES[self._tensors[name].type], inputs, metric.rows(role))
+            kind = self._kind(name)
+            blocks = block_codes(target, kind, inputs, metric.rows(role))
             errors[role] = whole - blocks.decoded().T
-            found.append(blocks.tobytes())
+            found.append(packed(blocks, kind))
         return found
 
     def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], inputs: PreparedGram | None) -> list[Tensor]:
         """Blocks of matrices on the same inputs; those of one type go together."""
         found: dict[str, Tensor] = {}
-        for number in dict.fromkeys(self._tensors[name].type for name in names):
-            own = {
-                name: matrix for name, matrix in zip(names, matrices, strict=True) if self._tensors[name].type == number
-            }
+        for kind in dict.fromkeys(map(self._kind, names)):
+            own = {name: matrix for name, matrix in zip(names, matrices, strict=True) if self._kind(name) == kind}
             for name, matrix in own.items():
                 check_finite(name, matrix)
             whole = torch.cat([matrix.to(self._job.device).float() for matrix in own.values()])
-            blocks = block_codes(whole, BLOCK_TYPES[number], inputs).tobytes()
+            blocks = packed(block_codes(whole, kind, inputs), kind)
             found |= zip(own, blocks.split([len(matrix) for matrix in own.values()]), strict=True)
         return [found[name] for name in names]

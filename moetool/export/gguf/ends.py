@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from moetool.calibration.table_moments import TableMoments, Weighed, mean_metric
-from moetool.export.gguf.coding import block_codes
-from moetool.export.gguf.file import GgufTensor, check_finite
+from moetool.checkpoint.writer import check_finite
+from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.prepared_gram import PreparedGram
+from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.prepared_gram import PreparedGram
+from moetool.export.gguf.packing import packed
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EMBEDDINGS, HEAD
 from moetool.job.calibrated import CalibratedJob
@@ -55,10 +57,10 @@ class Ends:
     def blocks(self, tensor: GgufTensor) -> Iterator[Tensor]:
         """Yield the coded blocks of a table, `[rows, bytes]` uint8, some rows at a time. Raises `InvalidInputError` for
         numbers that are not finite."""
-        inputs = self.inputs[tensor.name]
+        inputs, kind = self.inputs[tensor.name], BLOCK_TYPES[tensor.type]
         for part in _in_rows(tensor):
             check_finite(tensor.name, part)
-            yield block_codes(part.to(self._device), BLOCK_TYPES[tensor.type], inputs).tobytes().cpu()
+            yield packed(block_codes(part.to(self._device), kind, inputs), kind)
 
 
 def table_losses(

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from moetool.checkpoint.files import TEMPORARY, FastDigest, free_bytes, settle, storage_errors
-from moetool.checkpoint.writer import is_finite
+from moetool.checkpoint.writer import check_finite
 from moetool.errors import InvalidInputError, ResourceError, VerificationError
-from moetool.export.gguf.coding import block_codes
+from moetool.export.blocks.coding import block_codes
 from moetool.export.gguf.mxfp4 import mxfp4_bytes
+from moetool.export.gguf.packing import packed
 from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, WITHOUT_SUPER_BLOCKS, NumberType, StoredType
 from moetool.format.gguf.words import EMBEDDINGS, HEAD, gguf_library
 from moetool.job.progress import Progress
@@ -252,12 +253,6 @@ def _write(output: _Digested, tensor: GgufTensor) -> None:
     output.write(bytes(_padded(written) - written))
 
 
-def check_finite(name: str, part: Tensor) -> None:
-    """Raise `InvalidInputError` for a part of a tensor with NaN or infinity."""
-    if not is_finite(part):
-        raise InvalidInputError(f"{name} would hold NaN or infinity: the checkpoint is damaged.")
-
-
 def _rows(part: Tensor, number: StoredType) -> bytes:
     """Rows as they are stored, in blocks with the nearest codes unless they are blocks already."""
     if part.dtype == torch.uint8:
@@ -272,7 +267,7 @@ def _rows(part: Tensor, number: StoredType) -> bytes:
         return stored
     rows = part.reshape(-1, part.shape[-1])
     step = max(1, _AT_ONCE // rows.shape[1])
-    coded = (mxfp4_bytes(some) if kind is None else block_codes(some, kind).tobytes() for some in rows.split(step))
+    coded = (mxfp4_bytes(some) if kind is None else packed(block_codes(some, kind), kind) for some in rows.split(step))
     return b"".join(some.numpy().tobytes() for some in coded)
 
 

@@ -19,13 +19,13 @@ from moetool.calibration.projection_grams import ProjectionGrams
 from moetool.calibration.recorded import Tick, spread
 from moetool.calibration.row_moments import row_moment_numbers, row_moments_path, save_row_moments
 from moetool.checkpoint.files import save_tensors
+from moetool.export.blocks.coding import block_codes, choosing_blocks, preparing_inputs
+from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf.coded_layers import grams_of_experts
-from moetool.export.gguf.coding import block_codes, choosing_blocks, preparing_inputs
 from moetool.export.gguf.ends import TRIED_TOKENS, Ends
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.prepared_gram import PreparedGram
 from moetool.export.gguf.tensor_types import Menu
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, layer_in_file, layer_of

@@ -17,8 +17,9 @@ from torch import Tensor
 from moetool.checkpoint.files import atomically, storage_errors
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import check_finite
 from moetool.errors import VerificationError
-from moetool.export.gguf.file import GgufTensor, check_finite
+from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 from moetool.format.gguf.words import EXPERTS, GATE_AND_UP, gguf_library, layer_in_file, layer_of

@@ -1,8 +1,7 @@
-"""Layout of llama.cpp's quantized types: how many numbers share what, and the bytes of a block.
+"""llama.cpp's quantized types: the layout of their blocks (`format.blocks`), and the bytes of these.
 
-A number is `level(code) · s − m`. Groups of 16 or 32 numbers share s and m. In the types of 256 numbers (super-blocks)
-these are small whole numbers times one fp16 number each, s = d · scale code and m = dmin · minimum code. In the types
-of 32 numbers s and m are fp16 numbers themselves: here, d and dmin with codes of one.
+Groups of 16 or 32 numbers share a scale and, in some types, a minimum. A block of 256 numbers (a super-block) has codes
+of these, one of 32 numbers a single group.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (`block_q4_K` and the others).
 """
@@ -15,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moetool.format.blocks import NONE, ONE, BlockLayout, even_levels
 from moetool.format.gguf.lattices import pack_iq2_s, pack_iq2_xs, pack_iq2_xxs, pack_iq3_s, pack_iq3_xxs
 from moetool.format.gguf.parts import BlockParts
 
@@ -49,72 +49,24 @@ IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 @dataclass(frozen=True)
-class BlockType:
+class BlockType(BlockLayout):
     """A quantized type of llama.cpp.
 
     Attributes:
         name: llama.cpp's, in lower case.
-        numbers, nbytes: numbers in a block, and its size.
-        group: numbers that share a scale.
-        levels: the value of each code, ascending.
-        scale_range: lowest and highest scale code.
-        minimum_range: the same of minima; (0, 0) where a type has none.
+        nbytes: size of a block.
         pack: bytes `[blocks, nbytes]` of blocks.
-        together: numbers whose magnitudes are a point of a list (`lattices`); 1 where each has its own code.
-        has_even_signs: whether of 8 numbers an even count is negative.
         units: where in a block's bytes d lies, and dmin: fp16 numbers that all of its numbers are multiples of.
     """
 
     name: NumberType
-    numbers: int
     nbytes: int
-    group: int
-    levels: tuple[int, ...]
-    scale_range: tuple[int, int]
-    minimum_range: tuple[int, int]
     pack: Callable[[BlockParts], _Bytes]
-    together: int = 1
-    has_even_signs: bool = False
     units: tuple[int, ...] = (0,)
 
     def size(self, numbers: int) -> int:
         """Bytes that so many elements take in this type, whole blocks only."""
         return numbers // self.numbers * self.nbytes
-
-    @property
-    def has_minimum(self) -> bool:
-        """Whether each group of a block stores a minimum that is subtracted, besides its scale (as in Q4_K)."""
-        return self.minimum_range != (0, 0)
-
-    @property
-    def is_lattice(self) -> bool:
-        """Whether several numbers have a code together."""
-        return self.together > 1
-
-    @property
-    def magnitudes(self) -> tuple[int, ...]:
-        """Levels above zero, ascending: of a lattice, those that the numbers of a point have before their signs."""
-        return tuple(level for level in self.levels if level > 0)
-
-    @property
-    def scale_step(self) -> int:
-        """Distance of neighboring scale codes: lattices have odd ones alone."""
-        return 2 if self.is_lattice else 1
-
-    @property
-    def resolution(self) -> int:
-        """Number of levels of a number by itself, or of the evenly spaced ones that lose about as much."""
-        return {8: 4, 4: 8}.get(self.together, len(self.levels))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the levels of codes are consecutive whole numbers, evenly spaced."""
-        return self.levels[-1] - self.levels[0] == len(self.levels) - 1
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether there is every level with both signs, so that the sign of a scale makes no difference."""
-        return self.levels[0] == -self.levels[-1]
 
 
 def _halves(numbers: NDArray[np.float16]) -> _Bytes:
@@ -204,30 +156,27 @@ def _lattice(
 ) -> BlockType:
     levels = (*(-size for size in reversed(magnitudes)), *magnitudes)
     together, has_even_signs = 8 if len(magnitudes) == 3 else 4, not name.endswith("_s")
-    return BlockType(name, 256, nbytes, group, levels, (1, 31), _NONE, pack, together, has_even_signs)
+    return BlockType(
+        name, 256, group, levels, (1, 31), NONE, nbytes, pack, together=together, has_even_signs=has_even_signs
+    )
 
 
-def _even(first: int, count: int) -> tuple[int, ...]:
-    return tuple(range(first, first + count))
-
-
-_ONE, _NONE = (1, 1), (0, 0)
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            BlockType("q2_k", 256, 84, 16, _even(0, 4), (0, 15), (0, 15), _q2_k, units=(80, 82)),
-            BlockType("q3_k", 256, 110, 16, _even(-4, 8), (-32, 31), _NONE, _q3_k, units=(108,)),
-            BlockType("q4_k", 256, 144, 32, _even(0, 16), (0, 63), (0, 63), _q4_k, units=(0, 2)),
-            BlockType("q5_k", 256, 176, 32, _even(0, 32), (0, 63), (0, 63), _q5_k, units=(0, 2)),
-            BlockType("q6_k", 256, 210, 16, _even(-32, 64), (-128, 127), _NONE, _q6_k, units=(208,)),
-            BlockType("q8_0", 32, 34, 32, _even(-127, 255), _ONE, _NONE, _q8_0),
-            BlockType("q5_1", 32, 24, 32, _even(0, 32), _ONE, _ONE, _q5_1, units=(0, 2)),
-            BlockType("q5_0", 32, 22, 32, _even(-16, 32), _ONE, _NONE, _q5_0),
-            BlockType("q4_1", 32, 20, 32, _even(0, 16), _ONE, _ONE, _q4_1, units=(0, 2)),
-            BlockType("q4_0", 32, 18, 32, _even(-8, 16), _ONE, _NONE, _short),
-            BlockType("iq4_nl", 32, 18, 32, IQ4_LEVELS, _ONE, _NONE, _short),
-            BlockType("iq4_xs", 256, 136, 32, IQ4_LEVELS, (-32, 31), _NONE, _iq4_xs),
+            BlockType("q2_k", 256, 16, even_levels(0, 4), (0, 15), (0, 15), 84, _q2_k, units=(80, 82)),
+            BlockType("q3_k", 256, 16, even_levels(-4, 8), (-32, 31), NONE, 110, _q3_k, units=(108,)),
+            BlockType("q4_k", 256, 32, even_levels(0, 16), (0, 63), (0, 63), 144, _q4_k, units=(0, 2)),
+            BlockType("q5_k", 256, 32, even_levels(0, 32), (0, 63), (0, 63), 176, _q5_k, units=(0, 2)),
+            BlockType("q6_k", 256, 16, even_levels(-32, 64), (-128, 127), NONE, 210, _q6_k, units=(208,)),
+            BlockType("q8_0", 32, 32, even_levels(-127, 255), ONE, NONE, 34, _q8_0),
+            BlockType("q5_1", 32, 32, even_levels(0, 32), ONE, ONE, 24, _q5_1, units=(0, 2)),
+            BlockType("q5_0", 32, 32, even_levels(-16, 32), ONE, NONE, 22, _q5_0),
+            BlockType("q4_1", 32, 32, even_levels(0, 16), ONE, ONE, 20, _q4_1, units=(0, 2)),
+            BlockType("q4_0", 32, 32, even_levels(-8, 16), ONE, NONE, 18, _short),
+            BlockType("iq4_nl", 32, 32, IQ4_LEVELS, ONE, NONE, 18, _short),
+            BlockType("iq4_xs", 256, 32, IQ4_LEVELS, (-32, 31), NONE, 136, _iq4_xs),
             _lattice("iq3_s", 110, 32, (1, 3, 5, 7, 9, 11, 13, 15), pack_iq3_s),
             _lattice("iq3_xxs", 98, 32, (4, 12, 20, 28, 36, 44, 52, 62), pack_iq3_xxs),
             _lattice("iq2_s", 82, 16, (8, 25, 43), pack_iq2_s),

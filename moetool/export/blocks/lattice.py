@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moetool.format.gguf.blocks import BlockType
+from moetool.format.blocks import BlockLayout
 from moetool.format.gguf.lattices import lattice_points
 
 TOGETHER = 8  # numbers whose signs are stored together
@@ -19,14 +19,14 @@ _AT_ONCE = 1 << 16  # vectors of 8 numbers that are coded together
 
 
 @cache
-def list_of(kind: BlockType, device: torch.device) -> tuple[Tensor, Tensor]:
+def list_of(kind: BlockLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Magnitudes of the points `[points, dims]` fp32, and which they are, uint8."""
     indices = torch.from_numpy(lattice_points(kind.name))
     return torch.tensor(kind.magnitudes, dtype=torch.float32)[indices.int()].to(device), indices.to(device)
 
 
 @cache
-def neighbors_of(kind: BlockType, device: torch.device) -> Tensor:
+def neighbors_of(kind: BlockLayout, device: torch.device) -> Tensor:
     """The points nearest to every combination of magnitudes, `[combinations, tried]`; the first changes fastest."""
     points, _ = list_of(kind, device)
     sizes = torch.tensor(kind.magnitudes, dtype=torch.float32, device=device)
@@ -34,24 +34,24 @@ def neighbors_of(kind: BlockType, device: torch.device) -> Tensor:
     return torch.cdist(combinations, points).topk(_TRIED[kind.together], largest=False).indices
 
 
-def nearest_in_list(kind: BlockType, places: Tensor) -> Tensor:
+def nearest_in_list(kind: BlockLayout, places: Tensor) -> Tensor:
     """Codes of points near to places `[…, in, out]`, uint8."""
     vectors = places.unflatten(-2, (-1, TOGETHER)).movedim(-1, -2)
     found = _best(kind, vectors.reshape(-1, TOGETHER), torch.eye(TOGETHER, device=places.device))
     return found.view_as(vectors).movedim(-2, -1).flatten(-3, -2).contiguous()
 
 
-def best_in_list(kind: BlockType, places: Tensor, metric: Tensor) -> Tensor:
+def best_in_list(kind: BlockLayout, places: Tensor, metric: Tensor) -> Tensor:
     """Codes `[8, out]` of points that are about the nearest to places `[8, out]` in a metric `[8, 8]`."""
     return _best(kind, places.T.contiguous(), metric).T.contiguous()
 
 
-def _best(kind: BlockType, places: Tensor, metric: Tensor) -> Tensor:
+def _best(kind: BlockLayout, places: Tensor, metric: Tensor) -> Tensor:
     """Codes `[n, 8]` of the best points around places `[n, 8]` in a metric."""
     return torch.cat([_best_of_some(kind, some, metric) for some in places.split(_AT_ONCE)])
 
 
-def _best_of_some(kind: BlockType, places: Tensor, metric: Tensor) -> Tensor:
+def _best_of_some(kind: BlockLayout, places: Tensor, metric: Tensor) -> Tensor:
     (points, indices), neighbors = list_of(kind, places.device), neighbors_of(kind, places.device)
     sizes = torch.tensor(kind.magnitudes, dtype=torch.float32, device=places.device)
     levels = torch.bucketize(places.abs(), (sizes[1:] + sizes[:-1]) / 2).unflatten(1, (-1, kind.together))
@@ -72,7 +72,7 @@ def _best_of_some(kind: BlockType, places: Tensor, metric: Tensor) -> Tensor:
     return torch.where(is_negative, count - 1 - magnitudes, count + magnitudes).to(torch.uint8)
 
 
-def _evened(kind: BlockType, sizes: Tensor, places: Tensor, is_negative: Tensor, weights: Tensor) -> Tensor:
+def _evened(kind: BlockLayout, sizes: Tensor, places: Tensor, is_negative: Tensor, weights: Tensor) -> Tensor:
     """Signs of which an even count is negative, where the type wants that: the one that costs least is turned."""
     if not kind.has_even_signs:
         return is_negative

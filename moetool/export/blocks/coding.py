@@ -1,8 +1,8 @@
-"""A matrix in llama.cpp's blocks: the nearest codes, or those that lose least at the output of the matrix.
+"""A matrix in blocks: the nearest codes, or those that lose least at the output of the matrix.
 
 Scales and minima are fitted first, to the nearest codes. Under them codes make good for each other's errors
-(`export.gguf.feeding`); what is coded then is not the matrix alone, so with few levels wider scales are tried, as
-in `numerics.output_codes`. After that codes and scales are moved to where least is lost (`export.gguf.descent`), and
+(`export.blocks.feeding`); what is coded then is not the matrix alone, so with few levels wider scales are tried, as
+in `numerics.output_codes`. After that codes and scales are moved to where least is lost (`export.blocks.descent`), and
 every row is stretched until its output is as large as it was (`numerics.scale_fitting` says why).
 """
 
@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.blocked import Blocked, first_scales, fp16, inverse, nearest_blocks, with_scales
-from moetool.export.gguf.descent import Descent
-from moetool.export.gguf.feeding import fed_back
-from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf.blocks import BlockType
+from moetool.export.blocks.blocked import Blocked, first_scales, inverse, nearest_blocks, with_scales
+from moetool.export.blocks.descent import Descent
+from moetool.export.blocks.feeding import fed_back
+from moetool.export.blocks.prepared_gram import PreparedGram
+from moetool.format.blocks import BlockLayout
 from moetool.numerics.output_codes import POWERS, TRIED_ROWS, widest_scales
 from moetool.numerics.row_feedback import LEAST_ROWS, RowFeedback, RowMetric
 from moetool.numerics.work import Work
-from moetool.representations.work import coding_in_turn, feeding_back
+from moetool.representations.work import coding_in_turn, feeding_back, nearest_codes
 
 _SWEEPS = 3  # after the third they take a few percent of the error at 2 bits, and less at more
 _NOISE = {4: 0.1, 8: 0.03}  # by levels: share of a normal variable's energy that the nearest codes leave
@@ -31,7 +31,7 @@ _LATTICE_BYTES = 4000  # per number, to find its point of a list
 
 
 def block_codes(
-    matrix: Tensor, kind: BlockType, given: PreparedGram | None = None, outputs: RowMetric | None = None
+    matrix: Tensor, kind: BlockLayout, given: PreparedGram | None = None, outputs: RowMetric | None = None
 ) -> Blocked:
     """A matrix in blocks.
 
@@ -45,8 +45,9 @@ def block_codes(
         ValueError: there are other inputs.
     """
     matrix = matrix.detach()
+    step = max(1, _AT_ONCE // matrix.shape[1])
     if given is None:
-        return nearest_blocks(matrix.float().T.contiguous(), kind)
+        return Blocked.joined([nearest_blocks(part.float().T.contiguous(), kind) for part in matrix.split(step)])
     given.check(matrix.shape[1])
     width = _width(matrix[:: max(1, len(matrix) // TRIED_ROWS)].float().T.contiguous(), kind, given)
     if outputs is not None:
@@ -57,8 +58,7 @@ def block_codes(
             parts.append(_chosen(rows.target(count).T.contiguous(), kind, given, width))
             rows.add(parts[-1].decoded().T)
         return Blocked.joined(parts)
-    parts = matrix.split(max(1, _AT_ONCE // matrix.shape[1]))
-    return Blocked.joined([_chosen(part.float().T.contiguous(), kind, given, width) for part in parts])
+    return Blocked.joined([_chosen(part.float().T.contiguous(), kind, given, width) for part in matrix.split(step)])
 
 
 def preparing_inputs(shape: Sequence[int], tokens: int) -> Work:
@@ -67,7 +67,12 @@ def preparing_inputs(shape: Sequence[int], tokens: int) -> Work:
     return Work(products={"float32": tokens * columns**2 / 2}, cholesky={columns: math.prod(matrices)})
 
 
-def choosing_blocks(shape: Sequence[int], kind: BlockType, *, in_turn: bool = False) -> Work:
+def nearest_blocks_work(shape: tuple[int, int], kind: BlockLayout) -> Work:
+    """The work of finding scales that suit the nearest codes of a matrix `[out, in]`, and these codes."""
+    return nearest_codes(math.prod(shape), (kind.resolution - 1).bit_length())
+
+
+def choosing_blocks(shape: Sequence[int], kind: BlockLayout, *, in_turn: bool = False) -> Work:
     """The work of choosing the blocks of a tensor `[…, out, in]` in a type, once its inputs are prepared, of its rows
     alike or in turn."""
     *matrices, rows, columns = shape
@@ -78,7 +83,7 @@ def choosing_blocks(shape: Sequence[int], kind: BlockType, *, in_turn: bool = Fa
     return math.prod(matrices) * (found + coding_in_turn((rows, columns)) if in_turn else found)
 
 
-def _chosen(inputs: Tensor, kind: BlockType, given: PreparedGram, width: float) -> Blocked:
+def _chosen(inputs: Tensor, kind: BlockLayout, given: PreparedGram, width: float) -> Blocked:
     """The blocks of some rows `[in, out]` that lose least."""
     scale, minimum = first_scales(inputs, kind, given.gram.diagonal())
     found = fed_back(inputs, with_scales(kind, scale * width, minimum * width), given)
@@ -86,11 +91,11 @@ def _chosen(inputs: Tensor, kind: BlockType, given: PreparedGram, width: float) 
     for _ in range(_SWEEPS):
         descent.sweep()
     times = inverse(descent.shares()).clamp(1.0, _MOST_STRETCHED)
-    found.d, found.dmin = fp16(found.d * times), fp16(found.dmin * times)
+    found.d, found.dmin = kind.as_unit(found.d * times), kind.as_unit(found.dmin * times)
     return found
 
 
-def _width(few: Tensor, kind: BlockType, given: PreparedGram) -> float:
+def _width(few: Tensor, kind: BlockLayout, given: PreparedGram) -> float:
     """How many times wider scales shall be than suits the nearest codes: what serves a few rows `[in, out]` best."""
     widest = widest_scales(given.flatness, _NOISE.get(kind.resolution, 0.0))
     if widest is None:

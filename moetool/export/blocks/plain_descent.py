@@ -1,23 +1,22 @@
 """Sweeps of `descent` over the blocks of a span in plain torch: on a card, and where there is no compiler.
 
 Group by group a scale code and a minimum code are set to the best that there is, then every code; and before, block by
-block, the fp16 numbers that scale and minimum codes are multiplied with.
+block, the numbers that scale and minimum codes are multiplied with.
 """
 
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.blocked import (
+from moetool.export.blocks.blocked import (
     Blocked,
-    fp16,
     inverse,
     levels_of,
     nearest_codes,
     nearest_levels,
     nearest_scales,
 )
-from moetool.export.gguf.lattice import TOGETHER, best_in_list
-from moetool.format.gguf.blocks import BlockType
+from moetool.export.blocks.lattice import TOGETHER, best_in_list
+from moetool.format.blocks import BlockLayout
 
 
 def descend(blocked: Blocked, gram: Tensor, image: Tensor) -> None:
@@ -60,7 +59,7 @@ class _Span:
         under = gram @ a
         aa, ax = (a * under).sum(0), (a * image).sum(0)
         if not kind.has_minimum:
-            d = fp16(own.d[block] + ax * inverse(aa))
+            d = kind.as_unit(own.d[block] + ax * inverse(aa))
             dmin = own.dmin[block]
         else:
             b = own.minima[groups].repeat_interleave(kind.group, 0)
@@ -70,7 +69,7 @@ class _Span:
             over = torch.where(usable, inverse(determinant), 0)
             d = own.d[block] + torch.where(usable, (ax * bb - ab * bx) * over, ax * inverse(aa))
             dmin = own.dmin[block] - torch.where(usable, (bx * aa - ab * ax) * over, 0)
-            d, dmin = fp16(d), fp16(dmin)
+            d, dmin = kind.as_unit(d), kind.as_unit(dmin)
         found = Blocked(kind, own.codes[part], own.scales[groups], own.minima[groups], d[None], dmin[None]).decoded()
         change = found.sub_(self._values[part])
         better = _gain(change, image, gram @ change) > 0
@@ -135,7 +134,7 @@ class _Span:
         own.codes[part] = nearest_codes(kind, (values + minimum).mul_(over))
 
     def _set_points(
-        self, kind: BlockType, scale: Tensor, gram: Tensor, values: Tensor, image: Tensor, codes: Tensor
+        self, kind: BlockLayout, scale: Tensor, gram: Tensor, values: Tensor, image: Tensor, codes: Tensor
     ) -> Tensor:
         """The best points of a group, those of 8 inputs one after the other; `values` and `image` follow."""
         over = inverse(scale)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moetool.export.gguf import compiled_blocks
-from moetool.export.gguf.blocked import Blocked
-from moetool.export.gguf.plain_descent import descend
+from moetool.export.blocks import compiled_blocks
+from moetool.export.blocks.blocked import Blocked
+from moetool.export.blocks.plain_descent import descend
 
 _SPAN = 256  # inputs
 
@@ -37,12 +37,12 @@ class Descent:
     def sweep(self) -> None:
         """Improve the codes and scales of all blocks and groups once, one after the other."""
         own, numbers = self.blocked, self.blocked.kind.numbers
-        step = _SPAN // numbers
+        step = max(1, _SPAN // numbers)
         for first in range(0, len(own.d), step):
             last = min(first + step, len(own.d))
             part, span = slice(first * numbers, last * numbers), own.span(first, last)
             image = self.gram[part] @ self._errors
-            if compiled_blocks.runs_on(image):
+            if compiled_blocks.runs_on(own.kind, image):
                 compiled_blocks.descend(own.kind, span.numbers, self.gram[part, part], image)
             else:
                 descend(span, self.gram[part, part], image)

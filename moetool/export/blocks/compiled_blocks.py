@@ -1,4 +1,4 @@
-"""Codes and scales of llama.cpp's blocks by the C++ of `compiled` (`descent.cpp`), for matrices on a processor."""
+"""Codes and scales of blocks by the C++ of `compiled` (`descent.cpp`), for matrices on a processor."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from moetool.compiled import compiler
-from moetool.export.gguf.lattice import list_of, neighbors_of
-from moetool.format.gguf.blocks import BlockType
+from moetool.export.blocks.lattice import list_of, neighbors_of
+from moetool.format.blocks import BlockLayout
 
 _CPU = torch.device("cpu")
+_MOST = 256  # numbers in a block
+_UNITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def runs_on(numbers: Tensor) -> bool:
-    """Whether there is compiled code for a matrix where it lies."""
-    return numbers.device == _CPU and not compiler.problem()
+def runs_on(kind: BlockLayout, numbers: Tensor) -> bool:
+    """Whether there is compiled code for a matrix in blocks of this kind where it lies."""
+    return numbers.device == _CPU and kind.numbers <= _MOST and not compiler.problem()
 
 
-def descend(kind: BlockType, numbers: Sequence[Tensor], gram: Tensor, image: Tensor) -> None:
+def descend(kind: BlockLayout, numbers: Sequence[Tensor], gram: Tensor, image: Tensor) -> None:
     """Improve the blocks of a span once, all their numbers, as `plain_descent.descend`."""
     compiler.library().moetool_descend(
         ctypes.byref(_described(kind)),
@@ -30,7 +32,7 @@ def descend(kind: BlockType, numbers: Sequence[Tensor], gram: Tensor, image: Ten
 
 
 def feed_back(
-    kind: BlockType,
+    kind: BlockLayout,
     factor: Tensor,
     moved: Tensor,
     groups: Tensor,
@@ -48,7 +50,7 @@ def feed_back(
     )
 
 
-def fit_scales(kind: BlockType, inputs: Tensor, energy: Tensor, clips: Sequence[float]) -> tuple[Tensor, Tensor]:
+def fit_scales(kind: BlockLayout, inputs: Tensor, energy: Tensor, clips: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Find scales and minima `[groups, out]` that suit the nearest codes, as `blocked.fit_scales`."""
     columns, rows = inputs.shape
     scale, minimum = inputs.new_empty(2, columns // kind.group, rows)
@@ -60,7 +62,7 @@ def fit_scales(kind: BlockType, inputs: Tensor, energy: Tensor, clips: Sequence[
     return scale, minimum
 
 
-def nearest_points(kind: BlockType, places: Tensor) -> Tensor:
+def nearest_points(kind: BlockLayout, places: Tensor) -> Tensor:
     """Codes of points near to places `[…, in, out]` fp32, uint8."""
     places = places.contiguous()
     codes = torch.empty_like(places, dtype=torch.uint8)
@@ -92,7 +94,8 @@ class _Type(ctypes.Structure):
         *_fields("is_even together has_even_signs tried", ctypes.c_int64),
         *_fields("points neighbors", ctypes.c_void_p),
         *_fields("scale_low scale_high scale_step minimum_low minimum_high", ctypes.c_float),
-        *_fields("has_minimum", ctypes.c_int64),
+        *_fields("has_minimum unit", ctypes.c_int64),
+        *_fields("largest_unit", ctypes.c_float),
     ]
 
 
@@ -124,7 +127,7 @@ class _Run(ctypes.Structure):
 
 
 @cache
-def _described(kind: BlockType) -> _Type:
+def _described(kind: BlockLayout) -> _Type:
     levels = torch.tensor(kind.levels, dtype=torch.float32)
     points = neighbors = torch.empty(0, 0, dtype=torch.int32)
     if kind.is_lattice:
@@ -134,6 +137,7 @@ def _described(kind: BlockType) -> _Type:
         *(kind.numbers, kind.group, len(levels), _at(levels)),
         *(kind.is_even, kind.together, kind.has_even_signs, neighbors.shape[1], _at(points), _at(neighbors)),
         *(*kind.scale_range, kind.scale_step, *kind.minimum_range, kind.has_minimum),
+        *(_UNITS.index(kind.unit), torch.finfo(kind.unit).max),
     )
     found.kept = levels, points, neighbors  # as long as the addresses are used
     return found

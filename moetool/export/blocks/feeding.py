@@ -8,11 +8,11 @@ inputs in the metric of their columns. `numerics.error_feedback` does that for c
 import torch
 from torch import Tensor
 
-from moetool.export.gguf import compiled_blocks
-from moetool.export.gguf.blocked import Blocked, inverse, levels_of, nearest_codes
-from moetool.export.gguf.lattice import TOGETHER, best_in_list
-from moetool.export.gguf.prepared_gram import PreparedGram
-from moetool.format.gguf.blocks import BlockType
+from moetool.export.blocks import compiled_blocks
+from moetool.export.blocks.blocked import Blocked, inverse, levels_of, nearest_codes
+from moetool.export.blocks.lattice import TOGETHER, best_in_list
+from moetool.export.blocks.prepared_gram import PreparedGram
+from moetool.format.blocks import BlockLayout
 
 _RUN = 64  # inputs between which errors are moved one by one; beyond, by products of matrices
 
@@ -27,7 +27,7 @@ def fed_back(inputs: Tensor, nearest: Blocked, given: PreparedGram) -> Blocked:
     """
     kind, groups, (scales, minima) = nearest.kind, given.order // nearest.kind.group, nearest.effective()
     errors, codes = inputs[given.order], torch.empty_like(nearest.codes)
-    feed = compiled_blocks.feed_back if compiled_blocks.runs_on(inputs) else feed_back
+    feed = compiled_blocks.feed_back if compiled_blocks.runs_on(kind, inputs) else feed_back
     for start in range(0, len(errors), _RUN):
         part = slice(start, start + _RUN)
         moved = given.factor[:start, part].T @ errors[:start]
@@ -37,7 +37,7 @@ def fed_back(inputs: Tensor, nearest: Blocked, given: PreparedGram) -> Blocked:
 
 
 def feed_back(
-    kind: BlockType,
+    kind: BlockLayout,
     factor: Tensor,
     moved: Tensor,
     groups: Tensor,

@@ -1,4 +1,4 @@
-"""Matrices in llama.cpp's blocks: their numbers as tensors, the scales that suit the nearest codes, and their bytes.
+"""Matrices in blocks: their numbers as tensors, and the scales that suit the nearest codes.
 
 Tensors here are `[in, out]`, `[groups, out]` or `[blocks, out]`: what one input is given by all outputs lies side by
 side, as error feedback goes from input to input.
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moetool.export.gguf import compiled_blocks
-from moetool.export.gguf.lattice import nearest_in_list
-from moetool.format.gguf.blocks import BlockType
-from moetool.format.gguf.parts import BlockParts
+from moetool.export.blocks import compiled_blocks
+from moetool.export.blocks.lattice import nearest_in_list
+from moetool.format.blocks import BlockLayout
 
 # Scales tried, by the share of the one that holds a group's largest number; fewer levels want smaller ones.
 _CLIPS = {
@@ -26,7 +24,6 @@ _CLIPS = {
     32: (0.88, 0.94, 1.0),
 }
 _MANY = (0.98, 1.0)
-_LARGEST = 65504.0  # in fp16
 
 
 @dataclass
@@ -37,10 +34,10 @@ class Blocked:
         kind: of its blocks.
         codes: `[in, out]` uint8.
         scales, minima: `[groups, out]` fp32, whole: the codes of scales and minima.
-        d, dmin: `[blocks, out]` fp32, as fp16 holds them.
+        d, dmin: `[blocks, out]` fp32, as they are stored (`BlockLayout.unit`).
     """
 
-    kind: BlockType
+    kind: BlockLayout
     codes: Tensor
     scales: Tensor
     minima: Tensor
@@ -75,62 +72,46 @@ class Blocked:
         return self.d.repeat_interleave(count, 0) * self.scales, self.dmin.repeat_interleave(count, 0) * self.minima
 
     def decoded(self) -> Tensor:
-        """Decode the blocks to a matrix `[in, out]` fp32, bit by bit as llama.cpp does."""
+        """Decode the blocks to a matrix `[in, out]` fp32, bit by bit as llama.cpp does its own."""
         values, (scale, minimum) = (
             levels_of(self.kind, self.codes).unflatten(0, (-1, self.kind.group)),
             self.effective(),
         )
         return values.mul_(scale[:, None]).sub_(minimum[:, None]).flatten(0, 1)
 
-    def tobytes(self) -> Tensor:
-        """The blocks of every row, one after the other: `[out, bytes]` uint8."""
-        rows = self.codes.shape[1]
 
-        def flat(numbers: Tensor, width: int) -> np.ndarray:
-            return numbers.T.contiguous().cpu().numpy().reshape(-1, width)
-
-        parts = BlockParts(
-            flat(self.codes, self.kind.numbers),
-            flat(self.scales, self.groups_per_block).astype(np.int16),
-            flat(self.minima, self.groups_per_block).astype(np.int16),
-            flat(self.d, 1)[:, 0].astype(np.float16),
-            flat(self.dmin, 1)[:, 0].astype(np.float16),
-        )
-        return torch.from_numpy(self.kind.pack(parts).reshape(rows, -1))
-
-
-def levels_of(kind: BlockType, codes: Tensor) -> Tensor:
+def levels_of(kind: BlockLayout, codes: Tensor) -> Tensor:
     """Map codes to the levels that they stand for, before scales, in fp32 and their shape."""
     if kind.is_even:
         return codes.float().add_(kind.levels[0])
     return torch.tensor(kind.levels, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
-def nearest_levels(kind: BlockType, places: Tensor) -> Tensor:
+def nearest_levels(kind: BlockLayout, places: Tensor) -> Tensor:
     """The level nearest to each place, fp32; `places` are overwritten."""
     if kind.is_even:
         return places.round_().clamp_(kind.levels[0], kind.levels[-1])
     return levels_of(kind, nearest_codes(kind, places))
 
 
-def nearest_codes(kind: BlockType, places: Tensor) -> Tensor:
+def nearest_codes(kind: BlockLayout, places: Tensor) -> Tensor:
     """The code of the level nearest to each place, uint8; `places` are overwritten."""
     if kind.is_lattice:
-        found = compiled_blocks.nearest_points if compiled_blocks.runs_on(places) else nearest_in_list
+        found = compiled_blocks.nearest_points if compiled_blocks.runs_on(kind, places) else nearest_in_list
         return found(kind, places)
     if kind.is_even:
         return nearest_levels(kind, places).sub_(kind.levels[0]).to(torch.uint8)
     return _between(kind, places)
 
 
-def _between(kind: BlockType, places: Tensor) -> Tensor:
+def _between(kind: BlockLayout, places: Tensor) -> Tensor:
     found = torch.zeros_like(places, dtype=torch.uint8)
     for low, high in pairwise(kind.levels):  # faster than bucketize
         found += places > (low + high) / 2
     return found
 
 
-def nearest_scales(kind: BlockType, places: Tensor) -> Tensor:
+def nearest_scales(kind: BlockLayout, places: Tensor) -> Tensor:
     """The code of a scale nearest to each place; `places` are overwritten."""
     low, high = kind.scale_range
     return places.sub_(low).div_(kind.scale_step).round_().mul_(kind.scale_step).add_(low).clamp_(low, high)
@@ -141,12 +122,7 @@ def inverse(numbers: Tensor) -> Tensor:
     return torch.where(numbers == 0, 0, 1 / torch.where(numbers == 0, 1, numbers))
 
 
-def fp16(numbers: Tensor) -> Tensor:
-    """Round fp32 numbers to the nearest that fp16 holds, those beyond its range to its largest."""
-    return numbers.clamp(-_LARGEST, _LARGEST).half().float()
-
-
-def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tensor, Tensor]:
+def first_scales(inputs: Tensor, kind: BlockLayout, energy: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima `[groups, out]` under which the nearest codes of every group lose little.
 
     Of several scales, each made the best for its codes by least squares, the one that loses least.
@@ -158,12 +134,12 @@ def first_scales(inputs: Tensor, kind: BlockType, energy: Tensor) -> tuple[Tenso
     """
     weights = energy + 1e-6 * energy.mean() + torch.finfo(torch.float32).tiny
     clips = _CLIPS.get(kind.resolution, _MANY)
-    if compiled_blocks.runs_on(inputs):
+    if compiled_blocks.runs_on(kind, inputs):
         return compiled_blocks.fit_scales(kind, inputs, weights, clips)
     return fit_scales(kind, inputs, weights, clips)
 
 
-def fit_scales(kind: BlockType, inputs: Tensor, energy: Tensor, clips: Sequence[float]) -> tuple[Tensor, Tensor]:
+def fit_scales(kind: BlockLayout, inputs: Tensor, energy: Tensor, clips: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Find scales and minima as `first_scales` does, in plain torch, trying `clips` times the span of each group."""
     numbers = inputs.unflatten(0, (-1, kind.group))
     weights = energy.unflatten(0, (-1, kind.group))[..., None]
@@ -190,7 +166,7 @@ def fit_scales(kind: BlockType, inputs: Tensor, energy: Tensor, clips: Sequence[
 
 
 def _least_squares(
-    numbers: Tensor, weights: Tensor, kind: BlockType, scale: Tensor, minimum: Tensor
+    numbers: Tensor, weights: Tensor, kind: BlockLayout, scale: Tensor, minimum: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Scale and minimum that are best for the nearest codes under those given."""
     values = nearest_levels(kind, (numbers + minimum[:, None]).mul_(inverse(scale)[:, None]))
@@ -211,7 +187,7 @@ def _least_squares(
     return torch.where(usable, fitted, scale), torch.where(usable, shift, minimum)
 
 
-def with_scales(kind: BlockType, scale: Tensor, minimum: Tensor) -> Blocked:
+def with_scales(kind: BlockLayout, scale: Tensor, minimum: Tensor) -> Blocked:
     """Blocks without codes under scales and minima `[groups, out]`, rounded to what blocks hold."""
     scales, d = _coded(scale, kind, kind.scale_range)
     minima, dmin = _coded(minimum, kind, kind.minimum_range)
@@ -221,7 +197,7 @@ def with_scales(kind: BlockType, scale: Tensor, minimum: Tensor) -> Blocked:
     return Blocked(kind, codes, scales, minima, d, dmin)
 
 
-def nearest_blocks(inputs: Tensor, kind: BlockType) -> Blocked:
+def nearest_blocks(inputs: Tensor, kind: BlockLayout) -> Blocked:
     """Blocks of a matrix `[in, out]` fp32 with its nearest codes."""
     blocked = with_scales(kind, *first_scales(inputs, kind, inputs.new_ones(len(inputs))))
     scale, minimum = blocked.effective()
@@ -230,12 +206,12 @@ def nearest_blocks(inputs: Tensor, kind: BlockType) -> Blocked:
     return blocked
 
 
-def _coded(numbers: Tensor, kind: BlockType, limits: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _coded(numbers: Tensor, kind: BlockLayout, limits: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes `[groups, out]` before rounding, and what they are multiplied with, `[blocks, out]`."""
     low, high = limits
     by_block = numbers.unflatten(0, (-1, kind.numbers // kind.group))
     if low == high:
-        return torch.full_like(numbers, high), fp16(by_block[:, 0] * high)
+        return torch.full_like(numbers, high), kind.as_unit(by_block[:, 0] * high)
     largest = by_block.gather(1, by_block.abs().argmax(1, keepdim=True))[:, 0]
-    unit = fp16(largest / (low if low < 0 else high))
+    unit = kind.as_unit(largest / (low if low < 0 else high))
     return (by_block * inverse(unit)[:, None]).flatten(0, 1), unit

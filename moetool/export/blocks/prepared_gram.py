@@ -1,12 +1,13 @@
 """What the inputs of a matrix tell about its codes: their Gram matrix, and its factor."""
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from moetool.export.gguf.lattice import TOGETHER
+from moetool.export.blocks.lattice import TOGETHER
 
 _DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
 _SILENT = 1e-6  # share of the mean energy that inputs without any are given
@@ -18,7 +19,8 @@ class PreparedGram:
 
     Attributes:
         gram: `[in, in]` fp32, in units of the mean energy, damped.
-        order: `[in]`, inputs in eights from those that carry most, while many are left to make good for their errors.
+        order: `[in]`, inputs, in eights where 8 divides them, from those that carry most, while many are left to make
+            good for their errors.
         factor: `[in, in]` fp32 in that order, the upper triangular R of gram = R R^T.
         damping: `[in]` fp32, what was added to the diagonal of the Gram matrix.
         energy: of an input, in the mean.
@@ -34,25 +36,26 @@ class PreparedGram:
 
     @classmethod
     def of(cls, gram: Tensor) -> Self | None:
-        """Prepare a Gram matrix `[in, in]`, the sum of x x^T over inputs x; it may be singular, and 8 divides `in`.
+        """Prepare a Gram matrix `[in, in]`, the sum of x x^T over inputs x; it may be singular.
 
         Returns:
             `None` where all inputs are zero: then any error is as good as another.
 
         Raises:
-            ValueError: it is not square, 8 does not divide it, or it is not finite.
+            ValueError: it is not square, or not finite.
         """
         size = len(gram)
-        if gram.shape != (size, size) or size % TOGETHER or not bool(gram.sum().isfinite()):
-            raise ValueError(f"codes are chosen by a finite Gram matrix in eights of inputs, not [{size}, {size}]")
+        if gram.shape != (size, size) or not bool(gram.sum().isfinite()):
+            raise ValueError(f"codes are chosen by a finite, square Gram matrix, not {list(gram.shape)}")
         energy = gram.diagonal().double().mean().item()
         if not energy > 0:
             return None
         scaled = torch.div(gram, energy, out=torch.empty_like(gram, dtype=torch.float32))
         damping = scaled.diagonal() * _DAMPING + _SILENT
         scaled.diagonal().add_(damping)
-        first = scaled.diagonal().unflatten(0, (-1, TOGETHER)).sum(1).argsort(descending=True, stable=True) * TOGETHER
-        order = (first[:, None] + torch.arange(TOGETHER, device=gram.device)).flatten()
+        together = math.gcd(size, TOGETHER)
+        first = scaled.diagonal().unflatten(0, (-1, together)).sum(1).argsort(descending=True, stable=True) * together
+        order = (first[:, None] + torch.arange(together, device=gram.device)).flatten()
         # With ones on the diagonal no pivot lies below the damping, which fp32 resolves. Backwards: a lower factor of
         # the inputs in reverse is an upper one of the inputs in order.
         back, size_of = order.flip(0), scaled.diagonal().sqrt()
