@@ -15,6 +15,7 @@ from moetool.architectures import Architecture, Role
 
 METHOD_NAME, PACKED_FORMAT = "compressed-tensors", "pack-quantized"
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
+PACKED_BITS = (2, 3, 4, 8)  # that moetool writes
 # Bits and groups that vLLM's fused MoE kernels take.
 KERNEL_BITS, KERNEL_GROUPS = (4, 8), (32, 64, 128)
 

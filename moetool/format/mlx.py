@@ -17,7 +17,7 @@ from moetool.architectures.base import Settings
 
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
-AFFINE_BITS = (2, 3, 4, 8)
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 _PLAIN = (str, int, float, bool, list)
 _OUTRIGHT = ("rope_theta", "partial_rotary_factor")
 

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-WORD_BITS = (2, 3, 4, 8)  # of a code
-
 _WORD = 32  # bits
 
 
@@ -14,10 +12,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     bits of its first word, and zeros are behind the last.
 
     Raises:
-        ValueError: `bits` is not one of `WORD_BITS`.
+        ValueError: `bits` are not 1 to 8.
     """
-    if bits not in WORD_BITS:
-        raise ValueError(f"codes have {', '.join(map(str, WORD_BITS))} bits, not {bits}")
+    if not 1 <= bits <= 8:
+        raise ValueError(f"codes in words have 1 to 8 bits, not {bits}")
     rows, columns = codes.shape
     padded = pad(codes, (0, -columns % _WORD)).view(rows, -1, 8)
     # Eight codes are as many bytes as a code has bits: byte by byte, what of each code begins, goes on or ends there.

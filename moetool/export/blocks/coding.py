@@ -3,7 +3,7 @@
 Scales and minima are fitted first, to the nearest codes. Under them codes make good for each other's errors
 (`export.blocks.feeding`); what is coded then is not the matrix alone, so with few levels wider scales are tried, as
 in `numerics.output_codes`. After that codes and scales are moved to where least is lost (`export.blocks.descent`), and
-every row is stretched until its output is as large as it was (`numerics.scale_fitting` says why).
+with few levels every row is stretched until its output is as large as it was (`numerics.scale_fitting` says why).
 """
 
 import math
@@ -26,6 +26,7 @@ from moetool.representations.work import coding_in_turn, feeding_back, nearest_c
 _SWEEPS = 3  # after the third they take a few percent of the error at 2 bits, and less at more
 _NOISE = {4: 0.1, 8: 0.03}  # by levels: share of a normal variable's energy that the nearest codes leave
 _AT_ONCE = 1 << 22  # numbers
+_STRETCHED = 8  # levels, at most; with more, whole models lose as much or more when rows are stretched
 _MOST_STRETCHED = 2.0
 _LATTICE_BYTES = 4000  # per number, to find its point of a list
 
@@ -90,6 +91,8 @@ def _chosen(inputs: Tensor, kind: BlockLayout, given: PreparedGram, width: float
     descent = Descent(inputs, found, given.gram)
     for _ in range(_SWEEPS):
         descent.sweep()
+    if kind.resolution > _STRETCHED:
+        return found
     times = inverse(descent.shares()).clamp(1.0, _MOST_STRETCHED)
     found.d, found.dmin = kind.as_unit(found.d * times), kind.as_unit(found.dmin * times)
     return found

@@ -19,13 +19,14 @@ from moetool.format.compressed_tensors import (
     KERNEL_BITS,
     KERNEL_GROUPS,
     PACKED,
+    PACKED_BITS,
     SCALE,
     SHAPE,
     packed_entry,
     packed_tensors,
 )
 from moetool.job.options import RunOptions
-from moetool.numerics.words import WORD_BITS, pack_words
+from moetool.numerics.words import pack_words
 
 
 class ExportCompressedTensorsOptions(CodedExpertsOptions):
@@ -46,9 +47,9 @@ class ExportCompressedTensorsOptions(CodedExpertsOptions):
     @field_validator("bits")
     @classmethod
     def _served(cls, bits: int) -> int:
-        if bits not in WORD_BITS:
+        if bits not in PACKED_BITS:
             raise ValueError(
-                f"there are {', '.join(map(str, WORD_BITS))}, not {bits}; vLLM's kernels for experts read "
+                f"there are {', '.join(map(str, PACKED_BITS))}, not {bits}; vLLM's kernels for experts read "
                 f"{' and '.join(map(str, KERNEL_BITS))}, transformers all of them"
             )
         return bits
