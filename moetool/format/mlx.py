@@ -7,6 +7,7 @@ the three has one dimension more, in front.
 Source: https://github.com/ml-explore/mlx-lm (`utils.load_model`, `models/switch_layers.py`).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -15,9 +16,19 @@ import torch
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
 
+METHOD = "mlx"
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
 AFFINE_BITS = (2, 3, 4, 8)
+PLUS_ONE = ".plus_one"  # behind the name under which moetool has a norm that mlx-lm has added one to
+# Tensors of all experts of a layer, or of all of one role.
+EXPERTS = re.compile(
+    r"\.(?:switch_mlp|experts)\.(?P<name>gate_proj|up_proj|down_proj|fc1|fc2)\.(?P<part>weight|scales|biases|bias)$"
+)
+IN_PARTS = re.compile(rf"{EXPERTS.pattern}|\.(?:embed_q|unembed_out)\.weight$")  # of what is one tensor on the hub
+ROLE_OF: Mapping[str, Role] = MappingProxyType(
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
+)
 _PLAIN = (str, int, float, bool, list)
 _OUTRIGHT = ("rope_theta", "partial_rotary_factor")
 
@@ -91,5 +102,16 @@ def told_outright(settings: Settings) -> dict[str, object]:
 
 def is_mlx(config: Mapping[str, object]) -> bool:
     """Whether a `config.json` is of a checkpoint in codes of mlx-lm."""
-    entry = config.get("quantization_config")
-    return isinstance(entry, Mapping) and "quant_method" not in entry and {"bits", "group_size"} <= entry.keys()
+    return said_by_mlx(config) is not None
+
+
+def said_by_mlx(config: Mapping[str, object]) -> dict[str, object] | None:
+    """What a `config.json` says of codes of mlx-lm, under `quantization` or, where other tools look, under
+    `quantization_config`, named as those of other tools are; `None` if it says nothing of them."""
+    for key in ("quantization_config", "quantization"):
+        entry = config.get(key)
+        if not isinstance(entry, Mapping) or entry.get("quant_method", METHOD) != METHOD:
+            continue
+        if {"bits", "group_size"} <= entry.keys():
+            return {**entry, "quant_method": METHOD}
+    return None

@@ -13,6 +13,7 @@ from checkpoints import config_of, contents, load_whole, tensors_of, weights
 from derived_families import DERIVED
 from sampling import sampled
 from stored_bits import save_compressed_tensors, save_fp8, save_mxfp4
+from stored_mlx import save_mlx
 from stored_words import save_awq, save_bitsandbytes, save_gptq, save_nvfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,8 @@ SAVED: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "int8": ("mixtral", lambda source, target: save_bitsandbytes(source, target, "int8")),
     "nvfp4": ("deepseek_v3", save_nvfp4),
     "mxfp4": ("gpt_oss", save_mxfp4),
+    "mlx": ("deepseek_v3", save_mlx),
+    "mlx-in-one-tensor": ("gpt_oss", save_mlx),
 }
 # In groups of DeepSeek-V3's least size there is no expert too many.
 UNGROUPED = {"fp8 of Qwen3": ("qwen3_moe", save_fp8), "nvfp4 of Mixtral": ("mixtral", save_nvfp4)}

@@ -1,0 +1,160 @@
+"""Checkpoints that mlx-lm has written, under the names and in the shapes that their families have on the hub.
+
+mlx-lm changes names and shapes before it saves a model (`sanitize` of its families): the matrices of all experts of a
+layer are one tensor, some modules have other names, weights of convolutions end in their inputs, and of a model that
+also sees the language model alone is there. Here tensors get the hub's names and shapes, from headers alone;
+`checkpoint.stored.mlx` decodes, and makes what is one tensor on the hub of several.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from moetool.architectures import Architecture, find_architecture
+from moetool.checkpoint.header import TensorInfo
+from moetool.errors import InvalidInputError
+from moetool.format.marker import without_stored
+from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PLUS_ONE, ROLE_OF
+
+Tensors = dict[str, TensorInfo]
+
+_LANGUAGE = "language_model."  # what names of a language model within another begin with
+# Names of modules, by `model_type`, and what stands there on the hub.
+_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+# Norms that mlx-lm has added one to, by `model_type`.
+_NORMS = re.compile(r"(\.(input_layernorm|post_attention_layernorm|q_norm|k_norm)|model\.norm)\.weight$")
+_ADDS_ONE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+# What mlx-lm has done to families whose files on the hub do not follow from its own.
+_REFUSED: Mapping[str, str] = MappingProxyType({})
+
+
+def as_on_the_hub(
+    tensors: Tensors, config: Mapping[str, object], path: Path, *, is_marked: bool
+) -> tuple[Tensors, dict[str, object]]:
+    """Tensors and `config.json` of a checkpoint, those of mlx-lm as if its family's authors had written them.
+
+    Args:
+        tensors: of the files, by name.
+        config: as it stands, with what it says of quantization where all say it.
+        path: of the checkpoint.
+        is_marked: whether the files say that MLX has written them.
+
+    Raises:
+        InvalidInputError: the family's tensors do not follow from mlx-lm's, or parts of them do not fit the config.
+    """
+    entry = config.get("quantization_config")
+    is_coded = isinstance(entry, Mapping) and entry.get("quant_method") == METHOD
+    if not is_coded and (entry is not None or not is_marked):
+        return tensors, dict(config)
+    found, shown = _language_model(tensors, config)
+    kind = str(shown.get("model_type"))
+    if (why := _REFUSED.get(kind)) is not None:
+        raise InvalidInputError(
+            f"{path} is a {kind} that mlx-lm has written. It {why}, which cannot be undone: take the checkpoint that "
+            "it was made of."
+        )
+    renamed = _renaming(kind)
+    found = {renamed(name): replace(info, name=renamed(name)) for name, info in found.items()}
+    found = {name: one for info in found.values() for name, one in _in_shape(info, kind)}
+    turn = _Experts(found, shown, path)
+    split = {name: one for info in found.values() for name, one in turn.split(info)}
+    if split == tensors and not is_coded and not any(IN_PARTS.search(name) for name in split):
+        return tensors, dict(config)
+    told = {"quant_method": METHOD, **(_settings(entry, lambda name: turn.module(renamed(name))) if is_coded else {})}
+    return split, {**shown, "quantization_config": told, **_dtype(split, shown)}
+
+
+def _language_model(tensors: Tensors, config: Mapping[str, object]) -> tuple[Tensors, dict[str, object]]:
+    """The tensors and the config of a language model, where they lie in those of a model that also sees or hears."""
+    text = config.get("text_config")
+    own = {name.removeprefix(_LANGUAGE): info for name, info in tensors.items() if name.startswith(_LANGUAGE)}
+    if not own or not isinstance(text, Mapping) or not text.get("model_type"):
+        return tensors, dict(config)
+    kept = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {name: replace(info, name=name) for name, info in own.items()}, {**kept, **text}
+
+
+def _renaming(kind: str) -> Callable[[str], str]:
+    """What the hub calls a tensor, by what mlx-lm calls it."""
+    rules = [(re.compile(old), new) for old, new in _NAMES.get(kind, {}).items()]
+
+    def renamed(name: str) -> str:
+        for old, new in rules:
+            name = old.sub(new, name)
+        return name.removeprefix(_LANGUAGE)
+
+    return renamed
+
+
+def _in_shape(info: TensorInfo, kind: str) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor in the family's shape: convolutions have one input channel, whose place costs no byte."""
+    name, shape = info.name, info.shape
+    if name.endswith("conv.weight") or "conv1d.weight" in name or "conv_1d.weight" in name:
+        if len(shape) == 3 and shape[2] == 1:
+            shape = shape[0], 1, shape[1]
+    elif kind == "apertus" and name.endswith(("alpha_p", "alpha_n")):
+        shape = (1,)
+    elif kind in _ADDS_ONE and len(shape) == 1 and _NORMS.search(name):
+        name += PLUS_ONE
+    yield name, replace(info, name=name, shape=shape)
+
+
+class _Experts:
+    """Experts of the layers of a model, of whose matrices mlx-lm has one tensor for each role."""
+
+    def __init__(self, tensors: Tensors, config: Mapping[str, object], path: Path) -> None:
+        self._path = path
+        stacked = any(EXPERTS.search(name) for name in tensors)
+        self._family = find_architecture(without_stored(config)) if stacked else None
+
+    def split(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """The tensors of single experts that lie one behind the other in one tensor; any other as it is."""
+        family, found = self._family, EXPERTS.search(info.name)
+        if family is None or found is None or family.is_fused:
+            yield info.name, info
+            return
+        count, layer = family.shape.experts, family.layer_of(info.name)
+        if info.shape[:1] != (count,) or layer < 0:
+            raise InvalidInputError(
+                f"{self._path}: {info.name} has shape {list(info.shape)}; config.json says {count} experts in "
+                f"{family.layers} layers. Download or write the checkpoint again."
+            )
+        nbytes = info.nbytes // count
+        for expert in range(count):
+            name = _native(family, layer, f"{expert}", found)
+            at = info.offset + expert * nbytes
+            yield name, replace(info, name=name, shape=info.shape[1:], nbytes=nbytes, offset=at)
+
+    def module(self, name: str) -> str:
+        """The name under which a module has its settings: that of an expert's matrix without the expert's number."""
+        family, found = self._family, EXPERTS.search(f"{name}.{CODES}")
+        if family is None or found is None or family.is_fused or (layer := family.layer_of(name)) < 0:
+            return name
+        return _native(family, layer, "", found).removesuffix(f".{CODES}").replace("..", ".")
+
+
+def _native(family: Architecture, layer: int, expert: str, found: re.Match[str]) -> str:
+    template = family.block_prefix(layer) + family.weights[ROLE_OF[found["name"]]].format(expert=expert)
+    return template.removesuffix(CODES) + found["part"]
+
+
+def _settings(entry: object, renamed: Callable[[str], str]) -> dict[str, object]:
+    """What `quantization_config` says, settings of single modules under their names on the hub."""
+    assert isinstance(entry, Mapping)
+    return {renamed(key) if isinstance(own, Mapping | bool) and "." in key else key: own for key, own in entry.items()}
+
+
+def _dtype(tensors: Tensors, config: Mapping[str, object]) -> dict[str, object]:
+    """The entry for a model's dtype, where the config still has that of what mlx-lm has converted."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in tensors.values():
+        if info.dtype.is_floating_point and info.dtype.itemsize > 1:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    if not sizes:
+        return {}
+    found = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    return {} if found == str(config.get("dtype") or config.get("torch_dtype")) else {"dtype": found}
