@@ -18,18 +18,23 @@ from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.errors import InvalidInputError
 from moetool.format.marker import without_stored
-from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PLUS_ONE, ROLE_OF
+from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PLUS_ONE, REFUSED, RENAMED, ROLE_OF
 
 Tensors = dict[str, TensorInfo]
 
 _LANGUAGE = "language_model."  # what names of a language model within another begin with
-# Names of modules, by `model_type`, and what stands there on the hub.
-_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+# Language models within others that transformers has no class of, and the family that computes the same on text alone.
+_ALONE: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen2_vl_text": "qwen2",
+        "qwen2_5_vl_text": "qwen2",
+        "qwen3_vl_text": "qwen3",
+        "qwen3_vl_moe_text": "qwen3_moe",
+    }
+)
 # Norms that mlx-lm has added one to, by `model_type`.
 _NORMS = re.compile(r"(\.(input_layernorm|post_attention_layernorm|q_norm|k_norm)|model\.norm)\.weight$")
 _ADDS_ONE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-# What mlx-lm has done to families whose files on the hub do not follow from its own.
-_REFUSED: Mapping[str, str] = MappingProxyType({})
 
 
 def as_on_the_hub(
@@ -52,7 +57,7 @@ def as_on_the_hub(
         return tensors, dict(config)
     found, shown = _language_model(tensors, config)
     kind = str(shown.get("model_type"))
-    if (why := _REFUSED.get(kind)) is not None:
+    if (why := REFUSED.get(kind)) is not None:
         raise InvalidInputError(
             f"{path} is a {kind} that mlx-lm has written. It {why}, which cannot be undone: take the checkpoint that "
             "it was made of."
@@ -64,7 +69,9 @@ def as_on_the_hub(
     split = {name: one for info in found.values() for name, one in turn.split(info)}
     if split == tensors and not is_coded and not any(IN_PARTS.search(name) for name in split):
         return tensors, dict(config)
-    told = {"quant_method": METHOD, **(_settings(entry, lambda name: turn.module(renamed(name))) if is_coded else {})}
+    told: dict[str, object] = {"quant_method": METHOD}
+    if isinstance(entry, Mapping):
+        told |= {_setting(key, own, turn, renamed): own for key, own in entry.items()}
     return split, {**shown, "quantization_config": told, **_dtype(split, shown)}
 
 
@@ -75,17 +82,31 @@ def _language_model(tensors: Tensors, config: Mapping[str, object]) -> tuple[Ten
     if not own or not isinstance(text, Mapping) or not text.get("model_type"):
         return tensors, dict(config)
     kept = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-    return {name: replace(info, name=name) for name, info in own.items()}, {**kept, **text}
+    alone = {name: replace(info, name=name) for name, info in own.items()}
+    return alone, _on_text_alone({**kept, **text})
+
+
+def _on_text_alone(config: dict[str, object]) -> dict[str, object]:
+    """The config of a family that transformers has by itself. Of text, all axes of its positions are the same."""
+    if (kind := _ALONE.get(str(config["model_type"]))) is None:
+        return config
+    made = {**config, "model_type": kind, **({"norm_topk_prob": True} if kind == "qwen3_moe" else {})}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(own := made.get(key), Mapping):
+            left = {name: value for name, value in own.items() if not name.startswith("mrope")}
+            made[key] = {**left, **{name: "default" for name in ("type", "rope_type") if left.get(name) == "mrope"}}
+    return made
 
 
 def _renaming(kind: str) -> Callable[[str], str]:
     """What the hub calls a tensor, by what mlx-lm calls it."""
-    rules = [(re.compile(old), new) for old, new in _NAMES.get(kind, {}).items()]
+    rules = [(re.compile(old), new) for old, new in RENAMED.get(kind, {}).items()]
 
     def renamed(name: str) -> str:
+        name = name.removeprefix(_LANGUAGE)
         for old, new in rules:
             name = old.sub(new, name)
-        return name.removeprefix(_LANGUAGE)
+        return name
 
     return renamed
 
@@ -130,10 +151,10 @@ class _Experts:
             yield name, replace(info, name=name, shape=info.shape[1:], nbytes=nbytes, offset=at)
 
     def module(self, name: str) -> str:
-        """The name under which a module has its settings: that of an expert's matrix without the expert's number."""
-        family, found = self._family, EXPERTS.search(f"{name}.{CODES}")
+        """The name under which a module has its settings, from that of its weight: of experts without their numbers."""
+        family, found = self._family, EXPERTS.search(name)
         if family is None or found is None or family.is_fused or (layer := family.layer_of(name)) < 0:
-            return name
+            return name.removesuffix(f".{CODES}")
         return _native(family, layer, "", found).removesuffix(f".{CODES}").replace("..", ".")
 
 
@@ -142,10 +163,10 @@ def _native(family: Architecture, layer: int, expert: str, found: re.Match[str])
     return template.removesuffix(CODES) + found["part"]
 
 
-def _settings(entry: object, renamed: Callable[[str], str]) -> dict[str, object]:
-    """What `quantization_config` says, settings of single modules under their names on the hub."""
-    assert isinstance(entry, Mapping)
-    return {renamed(key) if isinstance(own, Mapping | bool) and "." in key else key: own for key, own in entry.items()}
+def _setting(key: str, own: object, experts: _Experts, renamed: Callable[[str], str]) -> str:
+    """The key of an entry of `quantization_config`; of one for a single module its name on the hub."""
+    is_of_module = isinstance(own, Mapping | bool) and "." in key
+    return experts.module(renamed(f"{key}.{CODES}")) if is_of_module else key
 
 
 def _dtype(tensors: Tensors, config: Mapping[str, object]) -> dict[str, object]:

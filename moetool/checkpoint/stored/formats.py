@@ -18,6 +18,7 @@ from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.marker import OWN, STORED, moetool_entry
+from moetool.format.mlx import METHOD as MLX
 
 ABOUT_MODELOPT = "hf_quant_config.json"
 # What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.
@@ -127,7 +128,7 @@ def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo],
         return None
     others = {name: info for name, info in tensors.items() if OWN not in name}
     found = known.find(QuantizedFiles(path, entry, others, model_dtype(config, tensors), config))
-    if not found.matrices and entry.keys() != {"quant_method"}:  # by MLX, but not quantized
+    if not found.matrices and entry["quant_method"] != MLX:  # which may have other names alone
         raise InvalidInputError(
             f"{path} says that its weights are quantized (quant_method '{entry['quant_method']}'), and no tensor of "
             f"the files is. If they are not, remove quantization_config from config.json, and {ABOUT_MODELOPT} if it "

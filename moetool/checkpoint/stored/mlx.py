@@ -30,7 +30,7 @@ from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, Stor
 from moetool.checkpoint.stored.fp8 import scales_in_fp32, small_floats
 from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
-from moetool.format.mlx import BIASES, CODES, EXPERTS, METHOD, PLUS_ONE, ROLE_OF, SCALES
+from moetool.format.mlx import BIASES, CODES, EXPERTS, LOWER, METHOD, PLUS_ONE, ROLE_OF, SCALES, TURNED, UPPER
 
 _BITS, _GROUPS = (4, 8, 3, 6, 2, 5), (64, 32, 128)
 _FLOATS = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group and bits of the other modes
@@ -87,11 +87,11 @@ class MlxMatrix(DecodedMatrix):
 
 
 @dataclass(frozen=True)
-class JoinedExperts(DecodedMatrix):
-    """Matrices of all experts of a layer in one tensor, of which mlx-lm has one tensor for each role; or their biases.
+class Joined(DecodedMatrix):
+    """Several matrices in one, or those of all experts of a layer, of which mlx-lm has one tensor for each role.
 
     Attributes:
-        matrices: `[experts, out, in]` for each role.
+        matrices: `[out, in]`, or `[experts, out, in]` for each role.
         lies: how they lie in what is shown.
     """
 
@@ -99,7 +99,7 @@ class JoinedExperts(DecodedMatrix):
     lies: FusedLayout
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
-        each = self.shape[1]
+        each = self.shape[-2]
         found = [
             self._expert(spans, one, max(start - one * each, 0), min(stop - one * each, each))
             for one in range(start // each, -(-stop // each))
@@ -108,7 +108,7 @@ class JoinedExperts(DecodedMatrix):
 
     def _expert(self, spans: Spans, expert: int, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of one expert's part."""
-        outs = [own.shape[1] for own in self.matrices]
+        outs = [own.shape[-2] for own in self.matrices]
         if self.lies == PLAIN:
             parts, before = [], 0
             for own, out in zip(self.matrices, outs, strict=True):
@@ -127,7 +127,7 @@ class JoinedExperts(DecodedMatrix):
 
 
 @dataclass(frozen=True)
-class JoinedBiases(JoinedExperts):
+class JoinedBiases(Joined):
     """Biases `[experts, outputs]` of matrices that lie in one tensor; `matrices` are `[experts, out]` for each role."""
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
@@ -235,7 +235,7 @@ class _Files:
 
     def matrices(self) -> Iterator[DecodedMatrix]:
         spent: set[str] = set()
-        for matrix in [*self._joined(), *self._latent()]:
+        for matrix in [*self._joined(), *self._latent(), *self._beside()]:
             spent.update(matrix.parts)
             yield matrix
         for name, info in self.tensors.items():
@@ -269,6 +269,17 @@ class _Files:
                 f"{attention}{_LATENT}.{CODES}", shape, values.dtype, keys.parts + values.parts, keys, values
             )
 
+    def _beside(self) -> Iterator[DecodedMatrix]:
+        """Matrices beside experts that lie turned round, or in two."""
+        for name in self.tensors:
+            for ending, others, lies in ((TURNED, (), FusedLayout(is_transposed=True)), (UPPER, (LOWER,), PLAIN)):
+                if name.endswith(f"{ending}.{CODES}"):
+                    module = name.removesuffix(f"{ending}.{CODES}")
+                    if missing := [own for own in others if f"{module}{own}.{CODES}" not in self.tensors]:
+                        raise self.files.refuse(f"{module}{missing[0]}.{CODES} is missing, beside {name}")
+                    held = [self.held(f"{module}{own}") for own in (ending, *others)]
+                    yield self._one_tensor(f"{module}.{CODES}", held, lies)
+
     def _joined(self) -> Iterator[DecodedMatrix]:
         """Experts that share a tensor on the hub."""
         if (family := self.experts) is None:
@@ -288,13 +299,13 @@ class _Files:
                     yield _biases(family.bias_name(layer, roles[0]), [own for own in beside if own], family.on_disk)
 
     def _one_tensor(self, name: str, matrices: Sequence[Rows], lies: FusedLayout) -> DecodedMatrix:
-        """The tensor on the hub of experts' matrices `[experts, out, in]` for each role."""
-        if len({(len(own.shape), own.shape[0], own.shape[-1]) for own in matrices}) > 1 or len(matrices[0].shape) != 3:
+        """The tensor on the hub of matrices `[out, in]`, or `[experts, out, in]` for each role."""
+        if len({(*own.shape[:-2], own.shape[-1]) for own in matrices}) > 1:
             raise self.files.refuse(f"{name} would be made of {[list(own.shape) for own in matrices]}")
-        experts, _, columns = matrices[0].shape
-        shape = experts, *lies.shape(sum(own.shape[1] for own in matrices), columns)
+        *experts, _, columns = matrices[0].shape
+        shape = *experts, *lies.shape(sum(own.shape[-2] for own in matrices), columns)
         parts = tuple(part for own in matrices for part in own.parts)
-        return JoinedExperts(name, shape, matrices[0].dtype, parts, tuple(matrices), lies)
+        return Joined(name, shape, matrices[0].dtype, parts, tuple(matrices), lies)
 
 
 def _biases(name: str, beside: Sequence[TensorInfo], lies: FusedLayout) -> DecodedMatrix:
