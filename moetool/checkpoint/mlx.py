@@ -18,7 +18,7 @@ from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.errors import InvalidInputError
 from moetool.format.marker import without_stored
-from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PLUS_ONE, REFUSED, RENAMED, ROLE_OF
+from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PART_OF, PLUS_ONE, REFUSED, RENAMED, ROLE_OF
 
 Tensors = dict[str, TensorInfo]
 
@@ -70,6 +70,8 @@ def as_on_the_hub(
     if split == tensors and not is_coded and not any(IN_PARTS.search(name) for name in split):
         return tensors, dict(config)
     told: dict[str, object] = {"quant_method": METHOD}
+    if kind != config.get("model_type"):
+        told[PART_OF] = config.get("model_type")
     if isinstance(entry, Mapping):
         told |= {_setting(key, own, turn, renamed): own for key, own in entry.items()}
     return split, {**shown, "quantization_config": told, **_dtype(split, shown)}

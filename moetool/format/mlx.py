@@ -21,8 +21,8 @@ CODES, SCALES, BIASES = "weight", "scales", "biases"
 AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
 AFFINE_BITS = (2, 3, 4, 8)
 # What moetool calls tensors of mlx-lm's files that others are made of: a norm that one was added to, a matrix that lies
-# turned round, two of which the rows are one below the other on the hub.
-PLUS_ONE, TURNED, UPPER, LOWER = ".plus_one", ".turned", ".upper", ".lower"
+# turned round, two whose rows are one below the other on the hub. And the entry for the model that one is a part of.
+PLUS_ONE, TURNED, UPPER, LOWER, PART_OF = ".plus_one", ".turned", ".upper", ".lower", "part_of"
 # Tensors of all experts of a layer, or of all of one role.
 EXPERTS = re.compile(
     r"\.(?:switch_mlp|experts|experts\.switch_glu)\.(?P<name>gate_proj|up_proj|down_proj|fc1|fc2)\.(?P<part>weight|scales|biases|bias)$"
@@ -50,6 +50,12 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             r"\.feed_forward\.gate_proj\.": ".feed_forward.w1.",
             r"\.feed_forward\.down_proj\.": ".feed_forward.w2.",
             r"\.feed_forward\.up_proj\.": ".feed_forward.w3.",
+        },
+        "minimax_m3_vl_text": {
+            r"\.block_sparse_moe\.e_score": ".mlp.gate.e_score",
+            r"\.block_sparse_moe\.shared_experts\.gate_proj\.": f".mlp.shared_experts.gate_up_proj{UPPER}.",
+            r"\.block_sparse_moe\.shared_experts\.up_proj\.": f".mlp.shared_experts.gate_up_proj{LOWER}.",
+            r"\.block_sparse_moe\.": ".mlp.",
         },
     }
 )

@@ -30,11 +30,12 @@ from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, Stor
 from moetool.checkpoint.stored.fp8 import scales_in_fp32, small_floats
 from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
-from moetool.format.mlx import BIASES, CODES, EXPERTS, LOWER, METHOD, PLUS_ONE, ROLE_OF, SCALES, TURNED, UPPER
+from moetool.format.mlx import BIASES, CODES, EXPERTS, LOWER, METHOD, PART_OF, PLUS_ONE, ROLE_OF, SCALES, TURNED, UPPER
 
 _BITS, _GROUPS = (4, 8, 3, 6, 2, 5), (64, 32, 128)
 _FLOATS = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group and bits of the other modes
 _NUMBER = re.compile(r"\.experts\.\d+\.")
+_BIAS = "bias"
 _LATENT, _KEYS, _VALUES = "kv_b_proj", "embed_q", "unembed_out"
 
 
@@ -284,19 +285,23 @@ class _Files:
         """Experts that share a tensor on the hub."""
         if (family := self.experts) is None:
             return
-        modules: dict[int, dict[Role, str]] = {}
+        held: dict[tuple[int, str], dict[Role, str]] = {}
         for name in self.tensors:
-            if (own := EXPERTS.search(name)) is not None and own["part"] == CODES:
-                modules.setdefault(family.layer_of(name), {})[ROLE_OF[own["name"]]] = name.removesuffix(f".{CODES}")
-        for layer, found in modules.items():
+            if (own := EXPERTS.search(name)) is not None and own["part"] in (CODES, _BIAS):
+                module = name.removesuffix(f".{own['part']}")
+                held.setdefault((family.layer_of(name), own["part"]), {})[ROLE_OF[own["name"]]] = module
+        for (layer, part), found in held.items():
             for roles in family.together(family.shape.roles):
                 if missing := [role for role in roles if role not in found]:
-                    raise self.files.refuse(f"{family.block_prefix(layer)} lacks the {missing[0]} matrices of experts")
-                beside = [self.tensors.get(f"{found[role]}.bias") for role in roles]
-                name = family.weight_name(layer, 0, roles[0])
-                yield self._one_tensor(name, [self.held(found[role]) for role in roles], family.on_disk)
-                if all(beside):
-                    yield _biases(family.bias_name(layer, roles[0]), [own for own in beside if own], family.on_disk)
+                    raise self.files.refuse(
+                        f"{family.block_prefix(layer)} lacks {part} of experts' {missing[0]} matrices"
+                    )
+                if part == CODES:
+                    name = family.weight_name(layer, 0, roles[0])
+                    yield self._one_tensor(name, [self.held(found[role]) for role in roles], family.on_disk)
+                else:
+                    beside = [self.tensors[f"{found[role]}.{_BIAS}"] for role in roles]
+                    yield _biases(family.bias_name(layer, roles[0]), beside, family.on_disk)
 
     def _one_tensor(self, name: str, matrices: Sequence[Rows], lies: FusedLayout) -> DecodedMatrix:
         """The tensor on the hub of matrices `[out, in]`, or `[experts, out, in]` for each role."""
@@ -319,7 +324,8 @@ def _find(files: QuantizedFiles) -> StoredTensors:
     matrices = list(found.matrices())
     kinds = [own for own, _ in found.kinds.most_common()]
     told = [_told(*own) for own in kinds[:3]] + ["…"] * (len(kinds) > 3)
-    return StoredTensors(matrices, f"MLX ({', '.join(told)})" if told else "MLX, in 16 bits or more")
+    whole = f", the language model of {own} alone" if (own := files.entry.get(PART_OF)) else ""
+    return StoredTensors(matrices, (f"MLX ({', '.join(told)})" if told else "MLX, in 16 bits or more") + whole)
 
 
 def _told(mode: str, bits: int, group: int) -> str:
