@@ -69,7 +69,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Tensor]], object], **entri
     ],
 )
 def test_bits_are_those_of_mlx(source: Make, tmp_path: Path, mode: str, bits: int, group: int, expected: str) -> None:
-    """The digest is of what `mx.dequantize` of MLX 0.32.0 makes of these tensors on a processor, in bf16."""
+    """The digest is of what `mx.dequantize` of MLX 0.32.4 makes of these tensors on a processor, in bf16."""
     words = (np.arange(16 * 128 * bits // 32, dtype=np.uint64) * 2654435761 + 12345) % 2**32
     words = words & 0x7E7E7E7E if mode == "mxfp8" else words  # no NaN
     count = 16 * 128 // group
