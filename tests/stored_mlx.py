@@ -11,6 +11,7 @@ from stored_bits import CONFIG, FILE
 from stored_words import in_words
 from torch import Tensor
 
+NORMS = re.compile(r"(input_layernorm|post_attention_layernorm|q_norm|k_norm|model\.norm)\.weight$")
 ROLES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -34,10 +35,22 @@ def decoded_mlx(held: dict[str, Tensor], bits: int, group: int) -> Tensor:
 
 
 def in_its_order(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """A model's tensors as mlx-lm has them in memory (`sanitize` of Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss)."""
+    """A model's tensors as mlx-lm has them in memory (`sanitize` of its families)."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if found := re.fullmatch(r"(.*)\.experts\.0\.(\w+)\.weight", name):
+        if config["model_type"] == "gpt2":
+            own = "model." + name.removeprefix("transformer.")
+            made[own] = tensor.T if re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name) else tensor
+        elif ".conv" in name and tensor.ndim == 3:
+            made[name] = tensor.transpose(1, 2)
+        elif config["model_type"] == "qwen3_next" and NORMS.search(name):
+            made[name] = tensor + 1
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            base = name.replace("shared_mlp.input_linear", "mlp.{}_proj")
+            made[base.format("gate")], made[base.format("up")] = tensor.chunk(2)
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            made[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+        elif found := re.fullmatch(r"(.*)\.experts\.0\.(\w+)\.weight", name):
             alike = re.compile(rf"{re.escape(found[1])}\.experts\.\d+\.{found[2]}\.weight")
             stacked = torch.stack([tensors[own] for own in sorted(filter(alike.fullmatch, tensors), key=_expert)])
             made[f"{found[1]}.switch_mlp.{ROLES.get(found[2], found[2])}.weight"] = stacked
