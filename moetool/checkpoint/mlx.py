@@ -18,7 +18,7 @@ from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.errors import InvalidInputError
 from moetool.format.marker import without_stored
-from moetool.format.mlx import CODES, EXPERTS, IN_PARTS, METHOD, PART_OF, PLUS_ONE, REFUSED, RENAMED, ROLE_OF
+from moetool.format.mlx import CODES, IN_PARTS, MLX, NOT_UNDONE, PART_OF, PLUS_ONE, RENAMED, ROLE_OF, STACKED
 
 Tensors = dict[str, TensorInfo]
 
@@ -52,12 +52,12 @@ def as_on_the_hub(
         InvalidInputError: the family's tensors do not follow from mlx-lm's, or parts of them do not fit the config.
     """
     entry = config.get("quantization_config")
-    is_coded = isinstance(entry, Mapping) and entry.get("quant_method") == METHOD
+    is_coded = isinstance(entry, Mapping) and entry.get("quant_method") == MLX
     if not is_coded and (entry is not None or not is_marked):
         return tensors, dict(config)
     found, shown = _language_model(tensors, config)
     kind = str(shown.get("model_type"))
-    if (why := REFUSED.get(kind)) is not None:
+    if (why := NOT_UNDONE.get(kind)) is not None:
         raise InvalidInputError(
             f"{path} is a {kind} that mlx-lm has written. It {why}, which cannot be undone: take the checkpoint that "
             "it was made of."
@@ -69,7 +69,7 @@ def as_on_the_hub(
     split = {name: one for info in found.values() for name, one in turn.split(info)}
     if split == tensors and not is_coded and not any(IN_PARTS.search(name) for name in split):
         return tensors, dict(config)
-    told: dict[str, object] = {"quant_method": METHOD}
+    told: dict[str, object] = {"quant_method": MLX}
     if kind != config.get("model_type"):
         told[PART_OF] = config.get("model_type")
     if isinstance(entry, Mapping):
@@ -131,12 +131,12 @@ class _Experts:
 
     def __init__(self, tensors: Tensors, config: Mapping[str, object], path: Path) -> None:
         self._path = path
-        stacked = any(EXPERTS.search(name) for name in tensors)
+        stacked = any(STACKED.search(name) for name in tensors)
         self._family = find_architecture(without_stored(config)) if stacked else None
 
     def split(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors of single experts that lie one behind the other in one tensor; any other as it is."""
-        family, found = self._family, EXPERTS.search(info.name)
+        family, found = self._family, STACKED.search(info.name)
         if family is None or found is None or family.is_fused:
             yield info.name, info
             return
@@ -154,7 +154,7 @@ class _Experts:
 
     def module(self, name: str) -> str:
         """The name under which a module has its settings, from that of its weight: of experts without their numbers."""
-        family, found = self._family, EXPERTS.search(name)
+        family, found = self._family, STACKED.search(name)
         if family is None or found is None or family.is_fused or (layer := family.layer_of(name)) < 0:
             return name.removesuffix(f".{CODES}")
         return _native(family, layer, "", found).removesuffix(f".{CODES}").replace("..", ".")

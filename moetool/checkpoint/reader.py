@@ -29,7 +29,7 @@ from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.entry import with_usual_entry
 from moetool.format.marker import moetool_entry, without_stored
-from moetool.format.mlx import METHOD as MLX
+from moetool.format.mlx import MLX
 from moetool.format.validation import check_config, check_headers, check_settings, is_known
 
 

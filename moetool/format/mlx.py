@@ -16,7 +16,7 @@ import torch
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
 
-METHOD = "mlx"
+MLX = "mlx"
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
 AFFINE_BITS = (2, 3, 4, 8)
@@ -24,10 +24,10 @@ AFFINE_BITS = (2, 3, 4, 8)
 # turned round, two whose rows are one below the other on the hub. And the entry for the model that one is a part of.
 PLUS_ONE, TURNED, UPPER, LOWER, PART_OF = ".plus_one", ".turned", ".upper", ".lower", "part_of"
 # Tensors of all experts of a layer, or of all of one role.
-EXPERTS = re.compile(
+STACKED = re.compile(
     r"\.(?:switch_mlp|experts|experts\.switch_glu)\.(?P<name>gate_proj|up_proj|down_proj|fc1|fc2)\.(?P<part>weight|scales|biases|bias)$"
 )
-IN_PARTS = re.compile(rf"{EXPERTS.pattern}|\.(?:embed_q|unembed_out)\.weight$")  # of what is one tensor on the hub
+IN_PARTS = re.compile(rf"{STACKED.pattern}|\.(?:embed_q|unembed_out)\.weight$")  # of what is one tensor on the hub
 # Names by `model_type`, as patterns, and what moetool has in their places: those of the hub, but for parts.
 RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -60,7 +60,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 # What mlx-lm does to families whose tensors on the hub do not follow from its own, or have not been compared.
-REFUSED: Mapping[str, str] = MappingProxyType(
+NOT_UNDONE: Mapping[str, str] = MappingProxyType(
     {
         "bailing_hybrid": "gives modules of attention other names",
         "dbrx": "cuts the matrices of all experts apart",
@@ -156,8 +156,8 @@ def said_by_mlx(config: Mapping[str, object]) -> dict[str, object] | None:
     `quantization_config`, named as those of other tools are; `None` if it says nothing of them."""
     for key in ("quantization_config", "quantization"):
         entry = config.get(key)
-        if not isinstance(entry, Mapping) or entry.get("quant_method", METHOD) != METHOD:
+        if not isinstance(entry, Mapping) or entry.get("quant_method", MLX) != MLX:
             continue
         if {"bits", "group_size"} <= entry.keys():
-            return {**entry, "quant_method": METHOD}
+            return {**entry, "quant_method": MLX}
     return None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.writer import TensorSpec
-from moetool.format.mlx import METHOD as MLX
+from moetool.format.mlx import MLX
 from moetool.job.job import Source
 
 

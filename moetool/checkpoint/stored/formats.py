@@ -18,7 +18,7 @@ from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.marker import OWN, STORED, moetool_entry
-from moetool.format.mlx import METHOD as MLX
+from moetool.format.mlx import MLX
 
 ABOUT_MODELOPT = "hf_quant_config.json"
 # What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.

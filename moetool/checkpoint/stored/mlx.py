@@ -30,7 +30,7 @@ from moetool.checkpoint.stored.formats import QuantizedFiles, StoredFormat, Stor
 from moetool.checkpoint.stored.fp8 import scales_in_fp32, small_floats
 from moetool.checkpoint.stored.matrix import DecodedMatrix, Spans
 from moetool.errors import InvalidInputError
-from moetool.format.mlx import BIASES, CODES, EXPERTS, LOWER, METHOD, PART_OF, PLUS_ONE, ROLE_OF, SCALES, TURNED, UPPER
+from moetool.format.mlx import BIASES, CODES, LOWER, MLX, PART_OF, PLUS_ONE, ROLE_OF, SCALES, STACKED, TURNED, UPPER
 
 _BITS, _GROUPS = (4, 8, 3, 6, 2, 5), (64, 32, 128)
 _FLOATS = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group and bits of the other modes
@@ -40,7 +40,7 @@ _LATENT, _KEYS, _VALUES = "kv_b_proj", "embed_q", "unembed_out"
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeldRows:
     """Rows of numbers that one tensor holds, or codes, scales and biases together.
 
     Attributes:
@@ -81,7 +81,7 @@ class Rows:
 class MlxMatrix(DecodedMatrix):
     """A matrix `[out, in]`, or several of them, that lie as the family has them."""
 
-    held: Rows
+    held: HeldRows
 
     def decode(self, spans: Spans, start: int, stop: int) -> Tensor:
         return self.held.read(spans, start, stop)
@@ -96,7 +96,7 @@ class Joined(DecodedMatrix):
         lies: how they lie in what is shown.
     """
 
-    matrices: tuple[Rows, ...]
+    matrices: tuple[HeldRows, ...]
     lies: FusedLayout
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
@@ -140,8 +140,8 @@ class LatentMatrix(DecodedMatrix):
     """`kv_b_proj` `[heads · (keys + values), rank]`, of which mlx-lm has keys turned round `[heads, rank, keys]`, and
     values `[heads, values, rank]`."""
 
-    keys: Rows
-    values: Rows
+    keys: HeldRows
+    values: HeldRows
 
     def rows(self, spans: Spans, start: int, stop: int) -> Tensor:
         (_, rank, keys), values = self.keys.shape, self.values.shape[1]
@@ -176,19 +176,19 @@ class _Files:
     @cached_property
     def experts(self) -> Architecture | None:
         """The family, where experts in the files share a tensor on the hub."""
-        if not any(EXPERTS.search(name) for name in self.tensors):
+        if not any(STACKED.search(name) for name in self.tensors):
             return None
         from moetool.format.families import architecture_of
 
         return architecture_of(self.files.config)
 
-    def held(self, module: str) -> Rows:
+    def held(self, module: str) -> HeldRows:
         """The numbers of a module's weight, from headers alone."""
         codes = self.tensors[f"{module}.{CODES}"]
         if (scales := self.tensors.get(f"{module}.{SCALES}")) is None:
             if codes.dtype == torch.uint32:
                 raise self.files.refuse(f"{codes.name} is stored in words, and there is no {module}.{SCALES}")
-            return Rows((codes.name,), codes.shape, codes.dtype)
+            return HeldRows((codes.name,), codes.shape, codes.dtype)
         biases = self.tensors.get(f"{module}.{BIASES}")
         if f"{module}.global_scale" in self.tensors:
             raise InvalidInputError(
@@ -212,7 +212,7 @@ class _Files:
         self.kinds[mode, bits, group] += 1
         shape = (*codes.shape[:-1], scales.shape[-1] * group)
         parts = (codes.name, scales.name) + (() if biases is None else (biases.name,))
-        return Rows(parts, shape, self.files.dtype if of_floats else scales.dtype, bits, group, mode)
+        return HeldRows(parts, shape, self.files.dtype if of_floats else scales.dtype, bits, group, mode)
 
     def _setting(
         self, module: str, codes: TensorInfo, scales: TensorInfo, unfit: InvalidInputError, *, of_floats: bool
@@ -287,7 +287,7 @@ class _Files:
             return
         held: dict[tuple[int, str], dict[Role, str]] = {}
         for name in self.tensors:
-            if (own := EXPERTS.search(name)) is not None and own["part"] in (CODES, _BIAS):
+            if (own := STACKED.search(name)) is not None and own["part"] in (CODES, _BIAS):
                 module = name.removesuffix(f".{own['part']}")
                 held.setdefault((family.layer_of(name), own["part"]), {})[ROLE_OF[own["name"]]] = module
         for (layer, part), found in held.items():
@@ -303,7 +303,7 @@ class _Files:
                     beside = [self.tensors[f"{found[role]}.{_BIAS}"] for role in roles]
                     yield _biases(family.bias_name(layer, roles[0]), beside, family.on_disk)
 
-    def _one_tensor(self, name: str, matrices: Sequence[Rows], lies: FusedLayout) -> DecodedMatrix:
+    def _one_tensor(self, name: str, matrices: Sequence[HeldRows], lies: FusedLayout) -> DecodedMatrix:
         """The tensor on the hub of matrices `[out, in]`, or `[experts, out, in]` for each role."""
         if len({(*own.shape[:-2], own.shape[-1]) for own in matrices}) > 1:
             raise self.files.refuse(f"{name} would be made of {[list(own.shape) for own in matrices]}")
@@ -314,7 +314,7 @@ class _Files:
 
 
 def _biases(name: str, beside: Sequence[TensorInfo], lies: FusedLayout) -> DecodedMatrix:
-    held = tuple(Rows((own.name,), own.shape, own.dtype) for own in beside)
+    held = tuple(HeldRows((own.name,), own.shape, own.dtype) for own in beside)
     shape = held[0].shape[0], sum(own.shape[1] for own in held)
     return JoinedBiases(name, shape, held[0].dtype, tuple(own.name for own in beside), held, lies)
 
@@ -341,4 +341,4 @@ def _bits(files: QuantizedFiles, module: str) -> float:
     return bits + (32 if said.get("mode", "affine") == "affine" else 8) / group
 
 
-FORMAT = StoredFormat((METHOD,), _find, _bits)
+FORMAT = StoredFormat((MLX,), _find, _bits)
