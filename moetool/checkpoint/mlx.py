@@ -7,7 +7,7 @@ also sees the language model alone is there. Here tensors get the hub's names an
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,8 @@ from moetool.format.mlx import CODES, IN_PARTS, MLX, NOT_UNDONE, PART_OF, PLUS_O
 Tensors = dict[str, TensorInfo]
 
 _LANGUAGE = "language_model."  # what names of a language model within another begin with
+# What the config around that of a language model says of it.
+_AROUND = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # Language models within others that transformers has no class of, and the family that computes the same on text alone.
 _ALONE: Mapping[str, str] = MappingProxyType(
     {
@@ -32,9 +34,10 @@ _ALONE: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_moe_text": "qwen3_moe",
     }
 )
-# Norms that mlx-lm has added one to, by `model_type`.
+# Norms that mlx-lm adds one to, and families that it does so in.
 _NORMS = re.compile(r"(\.(input_layernorm|post_attention_layernorm|q_norm|k_norm)|model\.norm)\.weight$")
 _ADDS_ONE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+_CONVOLUTION = re.compile(r"conv(1d|_1d)?\.weight$")
 
 
 def as_on_the_hub(
@@ -62,11 +65,11 @@ def as_on_the_hub(
             f"{path} is a {kind} that mlx-lm has written. It {why}, which cannot be undone: take the checkpoint that "
             "it was made of."
         )
-    renamed = _renaming(kind)
-    found = {renamed(name): replace(info, name=renamed(name)) for name, info in found.items()}
-    found = {name: one for info in found.values() for name, one in _in_shape(info, kind)}
+    renamed, adds_one = _renaming(kind), kind in _ADDS_ONE and any(map(_is_turned, found.values()))
+    infos = (replace(info, name=renamed(name)) for name, info in found.items())
+    found = _by_name((_in_shape(info, kind, adds_one=adds_one) for info in infos), path)
     turn = _Experts(found, shown, path)
-    split = {name: one for info in found.values() for name, one in turn.split(info)}
+    split = _by_name((one for info in found.values() for one in turn.split(info)), path)
     if split == tensors and not is_coded and not any(IN_PARTS.search(name) for name in split):
         return tensors, dict(config)
     told: dict[str, object] = {"quant_method": MLX}
@@ -74,7 +77,20 @@ def as_on_the_hub(
         told[PART_OF] = config.get("model_type")
     if isinstance(entry, Mapping):
         told |= {_setting(key, own, turn, renamed): own for key, own in entry.items()}
-    return split, {**shown, "quantization_config": told, **_dtype(split, shown)}
+    dtype = _dtype(split, shown)
+    kept = {key: own for key, own in shown.items() if not dtype or key != "torch_dtype"}
+    return split, {**kept, "quantization_config": told, **dtype}
+
+
+def _by_name(infos: Iterable[TensorInfo], path: Path) -> Tensors:
+    found: Tensors = {}
+    for info in infos:
+        if found.setdefault(info.name, info) is not info:
+            raise InvalidInputError(
+                f"{path} has {info.name} twice, under its name on the hub and under that of mlx-lm: which one counts? "
+                "Download or write the checkpoint again."
+            )
+    return found
 
 
 def _language_model(tensors: Tensors, config: Mapping[str, object]) -> tuple[Tensors, dict[str, object]]:
@@ -83,7 +99,7 @@ def _language_model(tensors: Tensors, config: Mapping[str, object]) -> tuple[Ten
     own = {name.removeprefix(_LANGUAGE): info for name, info in tensors.items() if name.startswith(_LANGUAGE)}
     if not own or not isinstance(text, Mapping) or not text.get("model_type"):
         return tensors, dict(config)
-    kept = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    kept = {key: config[key] for key in _AROUND if key in config}
     alone = {name: replace(info, name=name) for name, info in own.items()}
     return alone, _on_text_alone({**kept, **text})
 
@@ -113,17 +129,21 @@ def _renaming(kind: str) -> Callable[[str], str]:
     return renamed
 
 
-def _in_shape(info: TensorInfo, kind: str) -> Iterator[tuple[str, TensorInfo]]:
-    """A tensor in the family's shape: convolutions have one input channel, whose place costs no byte."""
+def _is_turned(info: TensorInfo) -> bool:
+    """Whether it is the weight of a convolution of one input channel, which mlx-lm puts behind the kernel."""
+    return _CONVOLUTION.search(info.name) is not None and len(info.shape) == 3 and info.shape[2] == 1
+
+
+def _in_shape(info: TensorInfo, kind: str, *, adds_one: bool) -> TensorInfo:
+    """A tensor in the family's shape, which costs no byte; a norm that one was added to under a name that says so."""
     name, shape = info.name, info.shape
-    if name.endswith("conv.weight") or "conv1d.weight" in name or "conv_1d.weight" in name:
-        if len(shape) == 3 and shape[2] == 1:
-            shape = shape[0], 1, shape[1]
+    if _is_turned(info):
+        shape = shape[0], 1, shape[1]
     elif kind == "apertus" and name.endswith(("alpha_p", "alpha_n")):
         shape = (1,)
-    elif kind in _ADDS_ONE and len(shape) == 1 and _NORMS.search(name):
+    elif adds_one and len(shape) == 1 and _NORMS.search(name):
         name += PLUS_ONE
-    yield name, replace(info, name=name, shape=shape)
+    return replace(info, name=name, shape=shape)
 
 
 class _Experts:
@@ -134,11 +154,11 @@ class _Experts:
         stacked = any(STACKED.search(name) for name in tensors)
         self._family = find_architecture(without_stored(config)) if stacked else None
 
-    def split(self, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    def split(self, info: TensorInfo) -> Iterator[TensorInfo]:
         """The tensors of single experts that lie one behind the other in one tensor; any other as it is."""
         family, found = self._family, STACKED.search(info.name)
         if family is None or found is None or family.is_fused:
-            yield info.name, info
+            yield info
             return
         count, layer = family.shape.experts, family.layer_of(info.name)
         if info.shape[:1] != (count,) or layer < 0:
@@ -150,7 +170,7 @@ class _Experts:
         for expert in range(count):
             name = _native(family, layer, f"{expert}", found)
             at = info.offset + expert * nbytes
-            yield name, replace(info, name=name, shape=info.shape[1:], nbytes=nbytes, offset=at)
+            yield replace(info, name=name, shape=info.shape[1:], nbytes=nbytes, offset=at)
 
     def module(self, name: str) -> str:
         """The name under which a module has its settings, from that of its weight: of experts without their numbers."""

@@ -249,6 +249,25 @@ def test_parts_that_do_not_fit_are_refused(
         Checkpoint.open(path)
 
 
+def test_norms_are_as_they_are_where_convolutions_are(source: Make, tmp_path: Path) -> None:
+    """mlx-lm adds one to norms where it turns convolutions: files in which these lie as on the hub are not its work."""
+    path = save_mlx(source("qwen3_next"), tmp_path / "mlx", None)
+    plain = load_file(source("qwen3_next") / FILE)
+
+    def change(held: dict[str, Tensor]) -> None:
+        held |= {name: own for name, own in plain.items() if "conv1d" in name or NORMS.search(name)}
+
+    shown = Checkpoint.open(rewritten(path, change))
+    assert all(shown.read(name).equal(plain[name]) for name in plain if NORMS.search(name))
+
+
+def test_two_names_of_one_tensor_are_refused(source: Make, tmp_path: Path) -> None:
+    path = save_mlx(source("mixtral"), tmp_path / "mlx", None)
+    own = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    with pytest.raises(InvalidInputError, match=f"has {own} twice"):
+        Checkpoint.open(rewritten(path, lambda held: held.update({own: torch.ones(64, 64).bfloat16()})))
+
+
 def test_half_of_a_projection_is_refused(source: Make, tmp_path: Path) -> None:
     path = save_mlx(source("deepseek_v3"), tmp_path / "mlx", None)
     lost = "model.layers.0.self_attn.unembed_out.weight"
