@@ -72,12 +72,14 @@ class Header:
         file_bytes: size of the whole file.
         written: when the file was written last, in nanoseconds since 1970.
         tensors: every tensor of the file, by name.
+        format: the library that the file says it was written for, such as `pt` or `mlx`; empty if it says none.
     """
 
     raw: bytes
     file_bytes: int
     written: int
     tensors: dict[str, TensorInfo]
+    format: str
 
 
 @contextmanager
@@ -112,24 +114,24 @@ def read_header(file: Path) -> Header:
             if LENGTH_BYTES + length > file_bytes:
                 _refuse(file, f"expected at least {LENGTH_BYTES + length} bytes, found {file_bytes}: it is truncated")
             raw = handle.read(length)
-    tensors, data_bytes = _parse(file, raw)
+    tensors, data_bytes, written_for = _parse(file, raw)
     expected = LENGTH_BYTES + length + data_bytes
     if file_bytes < expected:
         _refuse(file, f"expected {expected} bytes, found {file_bytes}: it is truncated")
     if file_bytes > expected:
         _refuse(file, f"expected {expected} bytes, found {file_bytes}: something follows the last tensor")
-    return Header(raw, file_bytes, stat.st_mtime_ns, tensors)
+    return Header(raw, file_bytes, stat.st_mtime_ns, tensors, written_for)
 
 
-def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of a header and the bytes of data they take together."""
+def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int, str]:
+    """The tensors of a header, the bytes of data they take together, and the library it says it was written for."""
     try:
         entries = json.loads(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         _refuse(file, f"its header is not valid JSON ({error})")
     if not isinstance(entries, dict):
         _refuse(file, "its header is not a JSON object")
-    entries.pop("__metadata__", None)
+    said = entries.pop("__metadata__", None)
     data_start = LENGTH_BYTES + len(raw)
     tensors: dict[str, TensorInfo] = {}
     for name, entry in entries.items():
@@ -152,7 +154,7 @@ def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int]:
             kind = "overlaps the tensor before it" if info.offset < position else "leaves a gap before it"
             _refuse(file, f"tensor {info.name!r} at byte {info.offset} {kind} (expected byte {position})")
         position += info.nbytes
-    return tensors, position - data_start
+    return tensors, position - data_start, str(said.get("format", "")) if isinstance(said, dict) else ""
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from moetool.checkpoint.gguf_parts import parts_of
 from moetool.checkpoint.header import TensorInfo, read_numbers
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.missing import with_adapter, without_config
+from moetool.checkpoint.mlx import as_on_the_hub
 from moetool.checkpoint.names import ADAPTER, CONFIG, sidecars_in
 from moetool.checkpoint.sampling import sampled, whole_limit
 from moetool.checkpoint.settings import settings_of
@@ -28,6 +29,7 @@ from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
 from moetool.format.entry import with_usual_entry
 from moetool.format.marker import moetool_entry, without_stored
+from moetool.format.mlx import MLX
 from moetool.format.validation import check_config, check_headers, check_settings, is_known
 
 
@@ -91,6 +93,8 @@ class Checkpoint:
         headers, tensors = read_weight_files(path)
         if (path / ADAPTER).exists():
             raise InvalidInputError(with_adapter(path))
+        is_marked = any(header.format == MLX for header in headers.values())
+        tensors, config = as_on_the_hub(tensors, config, path, is_marked=is_marked)
         ordered = dict(sorted(_hub_names(tensors, config).items()))
         weight_bytes = sum(header.file_bytes for header in headers.values())
         parts = [config_bytes]

@@ -9,16 +9,20 @@ from moetool.format.families import architecture_of
 from moetool.format.kinds import CustomModule
 from moetool.format.layout import LayerLayout
 from moetool.format.marker import FORMAT_VERSION, METHOD, moetool_entry, version_of
-from moetool.format.mlx import is_mlx
+from moetool.format.mlx import said_by_mlx
 
 _OLD = "compression_config"
 
 
 def with_usual_entry(config: Mapping[str, object]) -> dict[str, object]:
     """A `config.json` with what another tool says of the weights' format under `quantization_config`, where all say it
-    today: llm-compressor called it `compression_config` in 2024, and some models that see have it in `text_config`."""
+    today: llm-compressor called it `compression_config` in 2024, some models that see have it in `text_config`, and
+    mlx-lm has it under `quantization`, too, and gives it no name."""
     moved = {key: value for key, value in config.items() if key != _OLD}
     found = config.get("quantization_config") or _compressed(config.get(_OLD))
+    if (by_mlx := said_by_mlx(config)) is not None and moetool_entry(config) is None:
+        moved.pop("quantization", None)
+        found = by_mlx
     if isinstance(text := config.get("text_config"), Mapping):
         moved["text_config"] = {key: value for key, value in text.items() if key not in (_OLD, "quantization_config")}
         found = found or text.get("quantization_config") or _compressed(text.get(_OLD))
@@ -44,11 +48,10 @@ def check_unquantized(config: Mapping[str, object]) -> None:
     """Raise `InvalidInputError` for a checkpoint that another tool has quantized."""
     entry = config.get("quantization_config")
     if is_quantized_elsewhere(config):
-        unnamed = "mlx" if is_mlx(config) else "unknown"
-        method = entry.get("quant_method", unnamed) if isinstance(entry, Mapping) else entry
+        method = entry.get("quant_method", "unknown") if isinstance(entry, Mapping) else entry
         raise InvalidInputError(
             f"This checkpoint is already quantized (quant_method '{method}'). moetool needs the weights in 16 or 32 "
-            "bits, or in a format that it decodes (FP8, MXFP8, MXFP4, compressed-tensors, GPTQ, AWQ, AutoRound, "
+            "bits, or in a format that it decodes (FP8, MXFP8, MXFP4, compressed-tensors, GPTQ, AWQ, AutoRound, MLX, "
             "bitsandbytes, ModelOpt, Quark): take the unquantized checkpoint, or dequantize this one first."
         )
 

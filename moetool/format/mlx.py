@@ -7,6 +7,7 @@ the three has one dimension more, in front.
 Source: https://github.com/ml-explore/mlx-lm (`utils.load_model`, `models/switch_layers.py`).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -15,9 +16,65 @@ import torch
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
 
+MLX = "mlx"
 CODES, SCALES, BIASES = "weight", "scales", "biases"
 AFFINE_GROUPS = (32, 64, 128)  # that its kernels take
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+# What moetool calls tensors of mlx-lm's files that others are made of: a norm that one was added to, a matrix that lies
+# turned round, two whose rows are one below the other on the hub. And the entry for the model that one is a part of.
+PLUS_ONE, TURNED, UPPER, LOWER, PART_OF = ".plus_one", ".turned", ".upper", ".lower", "part_of"
+# Tensors of all experts of a layer, or of all of one role.
+STACKED = re.compile(
+    r"\.(?:switch_mlp|experts|experts\.switch_glu)\.(?P<name>gate_proj|up_proj|down_proj|fc1|fc2)\.(?P<part>weight|scales|biases|bias)$"
+)
+IN_PARTS = re.compile(rf"{STACKED.pattern}|\.(?:embed_q|unembed_out)\.weight$")  # of what is one tensor on the hub
+# Names by `model_type`, as patterns, and what moetool has in their places: those of the hub, but for parts.
+RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "exaone_moe": {r"\.mlp\.gate\.e_score": ".mlp.e_score"},
+        "gpt2": {r"^model\.": "transformer.", r"\.(c_attn|c_proj|c_fc)\.(weight|scales|biases)$": rf".\1{TURNED}.\2"},
+        "gpt_neox": {r"^model\.h\.": "gpt_neox.layers.", r"^model\.embed_out": "embed_out", r"^model\.": "gpt_neox."},
+        "gptj": {r"^model\.": "transformer."},
+        "granitemoehybrid": {
+            r"\.mlp\.gate_proj\.": f".shared_mlp.input_linear{UPPER}.",
+            r"\.mlp\.up_proj\.": f".shared_mlp.input_linear{LOWER}.",
+            r"\.mlp\.down_proj\.": ".shared_mlp.output_linear.",
+        },
+        "kimi_linear": {
+            r"\.mlp\.e_score": ".block_sparse_moe.gate.e_score",
+            r"\.mlp\.": ".block_sparse_moe.",
+            r"\.([qkv])_conv\.conv\.": r".\1_conv1d.",
+        },
+        "laguna": {r"\.mlp\.gate\.e_score": ".mlp.experts.e_score", r"\.mlp\.gate\.proj\.": ".mlp.gate."},
+        "lfm2_moe": {
+            r"\.feed_forward\.gate_proj\.": ".feed_forward.w1.",
+            r"\.feed_forward\.down_proj\.": ".feed_forward.w2.",
+            r"\.feed_forward\.up_proj\.": ".feed_forward.w3.",
+        },
+        "minimax_m3_vl_text": {
+            r"\.block_sparse_moe\.e_score": ".mlp.gate.e_score",
+            r"\.block_sparse_moe\.shared_experts\.gate_proj\.": f".mlp.shared_experts.gate_up_proj{UPPER}.",
+            r"\.block_sparse_moe\.shared_experts\.up_proj\.": f".mlp.shared_experts.gate_up_proj{LOWER}.",
+            r"\.block_sparse_moe\.": ".mlp.",
+        },
+    }
+)
+# What mlx-lm does to families whose tensors on the hub do not follow from its own, or have not been compared.
+NOT_UNDONE: Mapping[str, str] = MappingProxyType(
+    {
+        "bailing_hybrid": "gives modules of attention other names",
+        "dbrx": "cuts the matrices of all experts apart",
+        "ernie4_5_moe": "leaves out the biases by which experts are chosen",
+        "falcon_h1": "multiplies weights by the multipliers of the config",
+        "muse_spark": "puts rows of attention's projections into another order",
+        "nanochat": "gives all modules other names",
+        "olmo": "takes AI2's names of modules",
+        "olmo_hybrid": "gives norms other names",
+    }
+)
+ROLE_OF: Mapping[str, Role] = MappingProxyType(
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
+)
 _PLAIN = (str, int, float, bool, list)
 _OUTRIGHT = ("rope_theta", "partial_rotary_factor")
 
@@ -91,5 +148,16 @@ def told_outright(settings: Settings) -> dict[str, object]:
 
 def is_mlx(config: Mapping[str, object]) -> bool:
     """Whether a `config.json` is of a checkpoint in codes of mlx-lm."""
-    entry = config.get("quantization_config")
-    return isinstance(entry, Mapping) and "quant_method" not in entry and {"bits", "group_size"} <= entry.keys()
+    return said_by_mlx(config) is not None
+
+
+def said_by_mlx(config: Mapping[str, object]) -> dict[str, object] | None:
+    """What a `config.json` says of codes of mlx-lm, under `quantization` or, where other tools look, under
+    `quantization_config`, named as those of other tools are; `None` if it says nothing of them."""
+    for key in ("quantization_config", "quantization"):
+        entry = config.get(key)
+        if not isinstance(entry, Mapping) or entry.get("quant_method", MLX) != MLX:
+            continue
+        if {"bits", "group_size"} <= entry.keys():
+            return {**entry, "quant_method": MLX}
+    return None

@@ -227,11 +227,9 @@ def _of_model(manifest: Manifest, source: Checkpoint, config: Mapping[str, objec
     yield "| | weight files |\n|---|---|\n" + "\n".join(f"| {name} | {format_bytes(size)} |" for name, size in rows)
     yield f"{format_change(1 - nbytes / original)} than the {rows[0][0]}."
     measured = [*_measured(manifest)]
-    if not is_mlx(config):
-        measured.append("`moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text.")
-    if measured:
-        yield "## Measured"
-        yield "\n".join(f"- {line}" for line in measured)
+    measured.append("`moetool eval MODEL --data TEXT --against SOURCE` measures what it loses on held-out text.")
+    yield "## Measured"
+    yield "\n".join(f"- {line}" for line in measured)
     yield "## Loading"
     yield from _loading(config)
     yield "## Limits"

@@ -8,13 +8,16 @@ from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.writer import TensorSpec
+from moetool.format.mlx import MLX
 from moetool.job.job import Source
 
 
 def keeps_format(source: Source) -> bool:
     """Whether fewer experts of a source can be another checkpoint in the format that it is stored in: all experts are
-    in it and stored alike, or none is, and routers, whose rows are cut, are not."""
+    in it and stored alike, or none is, and routers, whose rows are cut, are not. Of mlx-lm's none is written."""
     forms, architecture, reader = source.checkpoint.forms, source.architecture, source.experts
+    if (source.checkpoint.stored_entry or {}).get("quant_method") == MLX:
+        return False
     others = forms.keys() - reader.names
     if any(architecture.is_router(layer, name) for layer in reader.moe_layers for name in others):
         return False

@@ -13,6 +13,7 @@ from checkpoints import config_of, contents, load_whole, tensors_of, weights
 from derived_families import DERIVED
 from sampling import sampled
 from stored_bits import save_compressed_tensors, save_fp8, save_mxfp4
+from stored_mlx import save_mlx
 from stored_words import save_awq, save_bitsandbytes, save_gptq, save_nvfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,8 @@ SAVED: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "int8": ("mixtral", lambda source, target: save_bitsandbytes(source, target, "int8")),
     "nvfp4": ("deepseek_v3", save_nvfp4),
     "mxfp4": ("gpt_oss", save_mxfp4),
+    "mlx": ("deepseek_v3", save_mlx),
+    "mlx-in-one-tensor": ("gpt_oss", save_mlx),
 }
 # In groups of DeepSeek-V3's least size there is no expert too many.
 UNGROUPED = {"fp8 of Qwen3": ("qwen3_moe", save_fp8), "nvfp4 of Mixtral": ("mixtral", save_nvfp4)}
@@ -82,7 +85,13 @@ def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: set
 def kept_names(source: Path) -> set[str]:
     """Tensors of a model's files, beside its experts, that are needed to decode them or to run the model."""
     unread = ("input_scale", "bias")  # of activations, and zeros that AutoGPTQ writes
-    return {name for name in tensors_of(source) if ".experts." not in name and not name.endswith(unread)}
+    return {name for name in in_files(source) if ".experts." not in name and not name.endswith(unread)}
+
+
+def in_files(path: Path) -> dict[str, Tensor]:
+    """Tensors as the files hold them, under the names that they have where they are kept."""
+    opened = Checkpoint.open(path)
+    return {name: opened.read_stored(name) for name in opened.on_disk}
 
 
 def logits(path: Path, **options: Any) -> Tensor:
@@ -92,7 +101,7 @@ def logits(path: Path, **options: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("form", sampled(SAVED, ("fp8", "int4", "gptq", "mxfp4")))
+@pytest.mark.parametrize("form", sampled(SAVED, ("fp8", "int4", "gptq", "mxfp4", "mlx-in-one-tensor")))
 def test_what_is_not_compressed_keeps_its_bits(run_cli: Any, stored: Stored, tmp_path: Path, form: str) -> None:
     source, kept, wide = stored(form), tmp_path / "kept", tmp_path / "wide"
     plan = run(run_cli, "compress", source, kept, *JOB, "--dry-run")
@@ -100,13 +109,13 @@ def test_what_is_not_compressed_keeps_its_bits(run_cli: Any, stored: Stored, tmp
     run(run_cli, "compress", source, wide, *JOB, "--no-keep-stored")
     assert plan["stored_as"].endswith("matrices beside the experts stay as they are stored")
     assert plan["output_bytes"] == Checkpoint.open(kept).weight_bytes
-    same_bits(tensors_of(kept), tensors_of(source), kept_names(source))
+    same_bits(in_files(kept), in_files(source), kept_names(source))
     told = config_of(kept)["quantization_config"]
     if form == "mxfp4":  # of experts alone
         assert weights(kept) == weights(wide)
         assert "stored" not in told
     else:
-        assert told["stored"] == config_of(source)["quantization_config"]
+        assert told["stored"] == Checkpoint.open(source).stored_entry
         assert told["format_version"] == 3
     assert "stored" not in config_of(wide)["quantization_config"]
     load_whole(kept)

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from sampling import sampled
 from torch import Tensor
 
+from moetool.checkpoint.reader import Checkpoint
 from moetool.format.mlx import EXPERTS_IN
 from moetool.job.job import Source
 
@@ -212,14 +213,18 @@ def test_other_families_are_refused(run_cli: Any, save_model: Any, tmp_path: Pat
     assert "'flex_olmo' is not among the families" in result.stderr
 
 
-def test_an_export_is_verified_and_read_by_mlx_lm_alone(run_cli: Any, model: Path, tmp_path: Path) -> None:
+def test_an_export_is_verified_and_read_again(run_cli: Any, model: Path, tmp_path: Path) -> None:
     result = export(run_cli, model, tmp_path / "out")
     assert "mlx_lm.chat" in (tmp_path / "out" / "README.md").read_text()
     assert re.search(r"next: (mlx_lm.generate --model|moetool verify) ", result.stderr)
     assert run_cli("verify", tmp_path / "out").code == 0
     read = run_cli("inspect", tmp_path / "out")
-    assert read.code == 3
-    assert "quant_method 'mlx'" in read.stderr
+    assert read.code == 0, read.stderr
+    assert "stored in MLX (4 bits in groups of 32, 8 bits in groups of 32)" in read.stdout
+    shown = Checkpoint.open(tmp_path / "out")
+    assert shown.shapes == Checkpoint.open(model).shapes
+    up = "model.layers.0.block_sparse_moe"
+    assert shown.read(f"{up}.experts.2.w3.weight").equal(decoded(tmp_path / "out", f"{up}.switch_mlp.up_proj")[2])
 
 
 @pytest.mark.parametrize(

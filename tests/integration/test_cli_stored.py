@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from checkpoints import config_of, load_whole, tensors_of, weights
 from derived_families import DERIVED
 from safetensors.torch import load_file
 from stored_bits import FILE, rewrite, save_fp8, save_mxfp4
+from stored_mlx import save_mlx
 from stored_words import save_awq, save_bitsandbytes, save_gptq, save_nvfp4
 
 from moetool.checkpoint.reader import Checkpoint
@@ -24,7 +26,8 @@ def plain_copy(path: Path, target: Path) -> Path:
     shown = Checkpoint.open(path)
     rewrite(path, target, {name: shown.read(name) for name in shown.tensors}, {})
     config = config_of(target)
-    del config["quantization_config"]
+    for key in ("quantization", "quantization_config"):  # mlx-lm has both, or none
+        config.pop(key, None)
     (target / "config.json").write_text(json.dumps(config))
     return target
 
@@ -94,8 +97,16 @@ def test_a_job_makes_what_it_makes_of_the_decoded_model(
 
 @pytest.mark.parametrize(
     ("family", "save"),
-    [("mixtral", save_gptq), ("qwen3_moe", save_awq), ("mixtral", save_bitsandbytes), ("deepseek_v3", save_nvfp4)],
-    ids=["gptq", "awq", "bitsandbytes", "nvfp4"],
+    [
+        ("mixtral", save_gptq),
+        ("qwen3_moe", save_awq),
+        ("mixtral", save_bitsandbytes),
+        ("deepseek_v3", save_nvfp4),
+        ("deepseek_v3", save_mlx),
+        ("gpt_oss", save_mlx),
+        ("mixtral", partial(save_mlx, bits=None)),
+    ],
+    ids=["gptq", "awq", "bitsandbytes", "nvfp4", "mlx", "mlx-in-one-tensor", "mlx-in-16-bits"],
 )
 def test_other_formats(
     run_cli: Any,
@@ -106,7 +117,9 @@ def test_other_formats(
     family: str,
     save: Callable[..., Path],
 ) -> None:
-    stored = save(save_model(families.build(family, dtype=torch.bfloat16), tmp_path / "source"), tmp_path / "stored")
+    own = DERIVED.get(family, {})
+    source = save_model(families.build(family, dtype=torch.bfloat16, **own), tmp_path / "source")
+    stored = save(source, tmp_path / "stored")
     (stored / "quantize_config.json").write_text("{}")
     plain = plain_copy(stored, tmp_path / "plain")
     for path in (stored, plain):

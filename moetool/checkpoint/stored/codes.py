@@ -33,14 +33,18 @@ def _table_of_integers(bits: int) -> Tensor:
 
 
 def integers(words: Tensor, bits: int) -> Tensor:
-    """Whole numbers of 2, 3, 4 or 8 bits without sign, `[rows, columns · 32 / bits]` in fp32, in contiguous words of 32
-    bits `[rows, columns]`: the lowest bits first, from one word on into the next (3 bits: 3 words are 32)."""
+    """Whole numbers of 2, 3, 4, 5, 6 or 8 bits without sign, `[rows, columns · 32 / bits]` in fp32, in contiguous words
+    of 32 bits `[rows, columns]`: the lowest bits first, from one word on into the next (3 bits: 3 words are 32). Of 3,
+    5 and 6 bits a row has whole bytes for every eight numbers."""
     held = words.view(-1).view(torch.uint8).view(len(words), -1)
-    if bits != 3:
+    if 8 % bits == 0:
         return looked_up(held, _table_of_integers(bits))
-    three = held.view(len(held), -1, 3).int()  # 8 numbers
-    joined = three[:, :, 0] | three[:, :, 1] << 8 | three[:, :, 2] << 16
+    # Eight numbers are in as many bytes as a number has bits.
+    each = held.view(len(held), -1, bits).to(torch.int32 if bits == 3 else torch.int64)
+    joined = each[:, :, 0].clone()
+    for place in range(1, bits):
+        joined |= each[:, :, place] << 8 * place
     numbers = torch.empty(*joined.shape, 8)
     for place in range(8):
-        numbers[:, :, place] = joined >> 3 * place & 7
+        numbers[:, :, place] = joined >> bits * place & (1 << bits) - 1
     return numbers.flatten(1)

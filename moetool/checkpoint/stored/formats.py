@@ -18,6 +18,7 @@ from moetool.checkpoint.stored.matrix import DecodedMatrix
 from moetool.errors import InvalidInputError
 from moetool.format.entry import is_quantized_elsewhere
 from moetool.format.marker import OWN, STORED, moetool_entry
+from moetool.format.mlx import MLX
 
 ABOUT_MODELOPT = "hf_quant_config.json"
 # What other tools leave beside the weights about their format: it is not true of what is made of the decoded ones.
@@ -35,12 +36,14 @@ class QuantizedFiles:
         entry: `quantization_config` of its `config.json`.
         tensors: of its files, by name.
         dtype: of the model.
+        config: its `config.json`.
     """
 
     path: Path
     entry: Mapping[str, object]
     tensors: Mapping[str, TensorInfo]
     dtype: torch.dtype
+    config: Mapping[str, object]
 
     def read(self, name: str) -> Tensor:
         """A small tensor, whole: notes on matrices that some formats keep outside of the headers. Raises
@@ -124,8 +127,8 @@ def matrices_of(config: Mapping[str, object], tensors: Mapping[str, TensorInfo],
     if entry is None or (known := formats().get(str(entry.get("quant_method")))) is None:
         return None
     others = {name: info for name, info in tensors.items() if OWN not in name}
-    found = known.find(QuantizedFiles(path, entry, others, model_dtype(config, tensors)))
-    if not found.matrices:
+    found = known.find(QuantizedFiles(path, entry, others, model_dtype(config, tensors), config))
+    if not found.matrices and entry["quant_method"] != MLX:  # which may have other names alone
         raise InvalidInputError(
             f"{path} says that its weights are quantized (quant_method '{entry['quant_method']}'), and no tensor of "
             f"the files is. If they are not, remove quantization_config from config.json, and {ABOUT_MODELOPT} if it "
@@ -146,7 +149,7 @@ def expected_bytes(
     entry = entry_of(config, path)
     if entry is None or (known := formats().get(str(entry.get("quant_method")))) is None:
         return None
-    files = QuantizedFiles(path, entry, {}, model_dtype(config, {}))
+    files = QuantizedFiles(path, entry, {}, model_dtype(config, {}), config)
     given = [entry.get(key) for key in _EXCEPTED]
     left = [_pattern(str(own)) for names in given if isinstance(names, list) for own in names]
     found = {}

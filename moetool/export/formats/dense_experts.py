@@ -34,9 +34,10 @@ class Export(Stage[RunOptions]):
 
     def _output_plan(self) -> OutputPlan:
         reader = self.source.experts
-        if not reader.layouts and not self.source.checkpoint.forms:
+        checkpoint = self.source.checkpoint
+        if not reader.layouts and not checkpoint.forms and checkpoint.stored_as is None:
             raise UsageError(
-                f"{self.source.checkpoint.source} is not a moetool checkpoint: it is in its original layout. For other "
+                f"{checkpoint.source} is not a moetool checkpoint: it is in its original layout. For other "
                 "engines give --format gguf or --format compressed-tensors."
             )
         layouts = {layer: native_layout(reader.shape) for layer in reader.layouts}
