@@ -32,6 +32,8 @@ _KEPT, _KEPT_WHOLE = 60, 40
 # Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
 # value, and the best so far with the one before it.
 TRAINED_BYTES = 32
+# Of a training beside the parts that are counted: measured, 60 MB, in buffers of gradients and of compiled kernels.
+TRAINING_BYTES = 100_000_000
 
 
 def trained_numbers(source: Source, trains: Trained) -> int:

@@ -281,7 +281,7 @@ def test_where_fewer_windows_would_not_help_the_least_is_explained(run_cli, tiny
     for more in ((), ("--samples", 1)):
         refused = run_cli(*arguments, *more, "--dry-run")
         assert refused.code == 4
-        assert "the least it works with: about half a GB for Python" in refused.stderr
+        assert "the least it works with: 0.4 GB for Python" in refused.stderr
         assert "Fewer" not in refused.stderr
 
 

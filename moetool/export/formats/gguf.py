@@ -25,7 +25,7 @@ from moetool.costs.building_blocks import (
     dense_size,
     moe_size,
 )
-from moetool.costs.calibration_cost import BASELINE, CalibrationCost
+from moetool.costs.calibration_cost import CalibrationCost, baseline
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
@@ -169,7 +169,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
             measuring = [Measuring.codes(source.experts.shape, in_turn=back)] if self._coded else []
-            memory = BASELINE + 4 * _HELD * source.most_at_once
+            memory = baseline() + 4 * _HELD * source.most_at_once
             if self._text is not None:
                 memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
