@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _LABELS = {  # of a plan's fields, where their names alone do not say it
     "scratch_bytes": "temporary files",
     "disk_bytes": "disk in all",
+    "moe_layers": "MoE layers",
+    "experts_at_once": "experts in memory at once",
+    "forms_per_matrix": "forms tried per matrix",
+    "routing": "weight of routing loss",
+    "headers": "shapes from",
 }
 _FOR_ENGINES = ("gguf", "mlx", "compressed-tensors")  # formats that code a compressed model's experts anew
 _WORTH = 0.75  # of the time: a faster way that is said to be there
