@@ -187,10 +187,14 @@ class TrainedModel:
 
 def repair_phases(size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
     """The phases of a repair, for which an original of this size predicts so many windows: forwards, then for each step
-    forwards, again, and backwards, and writing so many bytes of so many tensors."""
+    forwards, again, and backwards, with evaluations before and between; and writing so many bytes of so many
+    tensors."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
+    evaluations = 1 + min(options.evaluations, options.steps)
+    held_out = CalibrationCost(evaluations * 2 * options.held_out, options.sequence_length, 4)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
+    steps += calibration_forward(held_out, size)
     return (
         Phase(NOTE, calibration_forward(read, size)),
         Phase(REPAIR, steps),
