@@ -19,6 +19,21 @@ def check_comparable(original: Checkpoint, model: Checkpoint, tokenizer: Tokeniz
         )
 
 
+def difference_in_shape(original: Checkpoint, model: Checkpoint) -> str | None:
+    """Sentence that says how two models differ in layers or hidden size; `None` if they do not, as far as their
+    `config.json` tells."""
+    shapes = [
+        [whole_number(one.settings, name) for name in ("num_hidden_layers", "hidden_size")] for one in (original, model)
+    ]
+    if shapes[0] == shapes[1] or any(None in shape for shape in shapes):
+        return None
+    (ours, width), (theirs, their_width) = shapes
+    return (
+        f"{model.source} has {theirs} layers of hidden size {their_width}, {original.source} {ours} of {width}. These "
+        "are two separate models: their numbers do not say what a compression loses."
+    )
+
+
 def check_same_tokens(original: Checkpoint, model: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raise unless a text is the same tokens to both, predicted in the same way; `tokenizer` is the second's.
 

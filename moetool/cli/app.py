@@ -53,6 +53,7 @@ def imported(name: str, words: Sequence[str]) -> HintingCommand:
     module = importlib.import_module(f"moetool.cli.commands.{commands()[name][0]}")
     command = module.build(name, list(words))
     assert isinstance(command, HintingCommand)
+    command.elsewhere = _elsewhere(name)
     return command
 
 

@@ -50,15 +50,15 @@ class HintingCommand(TyperCommand):
         return ()
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, the options that most want, the other ones of the command itself, with those of one purpose as a
-        group, and with `--help-all` the groups that many commands share."""
+        """Arguments, the options that most want, the other ones of the command itself, with those of one purpose and
+        those that no other form has as groups, and with `--help-all` the groups that many commands share."""
         main = of_form(MAIN, self.name or "", self.form) or ()
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _MAIN: [], _UNGROUPED: []}
         self._left = {}  # by group, how many are not shown
         for parameter in sorted(self.get_params(ctx), key=lambda one: _place(one.opts, main)):
             if (record := parameter.get_help_record(ctx)) is None:
                 continue
-            group = getattr(parameter, "rich_help_panel", None)
+            group = getattr(parameter, "rich_help_panel", None) or self._own_group(parameter.opts[0])
             if parameter.param_type_name != "option":
                 sections["Arguments"].append(record)
             elif _place(parameter.opts, main) < len(main):
@@ -71,6 +71,13 @@ class HintingCommand(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+    def _own_group(self, option: str) -> str | None:
+        """Title of the options that only this form of the command has, if the option is one of them."""
+        if (choice := CHOICES.get(self.name or "")) is None:
+            return None
+        form = f"--{choice[0]} {self.form}"
+        return f"Options of {form}" if self.elsewhere.get(option) == form else None
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the end of `--help`: which groups of options it leaves out, and an example."""

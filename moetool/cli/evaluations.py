@@ -32,6 +32,7 @@ def print_evaluation(result: Evaluation) -> None:
             (result.protocol, f"{result.perplexity:.4f}"),
             ("loss", f"{result.nll:.6f} nats per token"),
             *(_against(result.against) if result.against else ()),
+            *([("note", result.unrelated)] if result.unrelated else []),
             *over_texts(result.over_texts),
             *_calibration(result),
             *_synthesis(result),
@@ -101,6 +102,8 @@ def print_evaluations(result: Evaluations) -> None:
     for name, found in zip(names, result.models, strict=True):
         if any(part is not None and part.depends_on_batch for part in (found.text, found.tasks)):
             print_fields([("note", f"{name}: {BATCH_DEPENDENT}")])
+        if found.text is not None and found.text.unrelated is not None:
+            print_fields([("note", found.text.unrelated)])
         if found.saved is not None:
             print_fields([("saved", found.saved)])
 
@@ -112,7 +115,7 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
         return []
     measures: dict[str, Callable[[Loss], str]] = {
         first.protocol: lambda loss: f"{loss.perplexity:.4f}",
-        "loss": lambda loss: f"{loss.nll:.6f}",
+        "loss (nats per token)": lambda loss: f"{loss.nll:.6f}",
     }
     if first.against is not None:
         measures |= {
@@ -123,7 +126,7 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
     of_all = "all texts" if len(first.texts) > 1 else "text"
     rows = _measured(of_all, first.windows, measures, texts)
     if len(first.texts) > 1:
-        del measures["loss"]
+        del measures["loss (nats per token)"]
         for number, name in enumerate(short_names([text.name for text in first.texts])):
             losses = [None if found is None else found.texts[number] for found in texts]
             rows += _measured(name, first.texts[number].windows, measures, losses)

@@ -49,7 +49,6 @@ def make_command(
     *more: inspect.Parameter,
     form: str = "",
     summary: str | None = None,
-    own_group: str | None = None,
 ) -> HintingCommand:
     """A single command whose errors end with moetool's exit codes.
 
@@ -61,14 +60,13 @@ def make_command(
         more: further options that it takes in this way.
         form: value of the option that chooses a stage, where there is one.
         summary: first line of `--help`, unless it is the one of the list of commands.
-        own_group: title in `--help` of the options that no other model has.
     """
     own = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    fields = [] if model is None else parameters_of(model, own_group)
+    fields = [] if model is None else parameters_of(model)
     return command_of(name, guarded(function), [*own, *more, *fields], form=form, summary=summary)
 
 
@@ -95,25 +93,21 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def parameters_of(model: type[BaseModel], own_group: str | None = None) -> list[inspect.Parameter]:
-    """Turn the fields of an options model into keyword parameters of a command; `own_group` is the title in `--help` of
-    those that no other model has."""
+def parameters_of(model: type[BaseModel]) -> list[inspect.Parameter]:
+    """Turn the fields of an options model into keyword parameters of a command."""
 
     def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-        annotation = _annotation(name, field, _group(model, name, own_group))
+        annotation = _annotation(name, field, _group(model, name))
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     return [parameter(name, field) for name, field in model.model_fields.items()]
 
 
-def _group(model: type[BaseModel], name: str, own_group: str | None) -> str | None:
-    """The `group` of the set of options that a field was written in, if that has one; else `own_group` if this set is
-    `model`, and no other adds to it."""
+def _group(model: type[BaseModel], name: str) -> str | None:
+    """The `group` of the set of options that a field was written in, if that has one."""
     owner = next(kind for kind in model.__mro__ if name in inspect.get_annotations(kind))
     group = vars(owner).get("group")
-    if isinstance(group, str):
-        return group
-    return own_group if owner is model and not model.__subclasses__() else None
+    return group if isinstance(group, str) else None
 
 
 def _annotation(name: str, field: FieldInfo, group: str | None) -> object:

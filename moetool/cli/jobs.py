@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _LABELS = {  # of a plan's fields, where their names alone do not say it
     "scratch_bytes": "temporary files",
     "disk_bytes": "disk in all",
+    "moe_layers": "MoE layers",
+    "experts_at_once": "experts in memory at once",
+    "forms_per_matrix": "forms tried per matrix",
+    "routing": "weight of routing loss",
+    "headers": "shapes from",
 }
 _FOR_ENGINES = ("gguf", "mlx", "compressed-tensors")  # formats that code a compressed model's experts anew
 _WORTH = 0.75  # of the time: a faster way that is said to be there
@@ -125,13 +130,13 @@ def _conversion(told: ConversionResult) -> list[tuple[str, str]]:
 def _proof(proof: Proof) -> list[tuple[str, str]]:
     which = "with all experts " if proof.with_all_experts else ""
     verdict = "" if proof.preserves else " (the method changes the model)"
-    error = f"{proof.relative_logit_error:.1e} of their size on {proof.tokens} real tokens"
+    error = f"{proof.relative_logit_error:.1e} of their size on {proof.tokens} tokens of text"
     logits = f"{which}differ from the dense model's by {error}{verdict}"
     fields = [("logits", logits)]
     if (losses := proof.losses) is not None:
-        kept = f"{losses.loss_mixture:.4f} nats"
+        kept = f"{losses.loss_mixture:.4f} nats per token"
         if proof.loss_kept is not None:
-            kept = f"{proof.loss_kept:.4f} nats with the experts kept"
+            kept = f"{proof.loss_kept:.4f} nats per token with the experts kept"
         fields.append(("loss", f"{losses.loss_dense:.4f} (dense) → {kept}"))
     if (routing := proof.routing) is not None:
         least, largest = routing.least_expert_share, routing.largest_expert_share

@@ -48,6 +48,11 @@ class ComparedModel(Printed):
     path: str | None = None
     error: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Name of the row in messages: its name, and the ratio if one was asked for."""
+        return self.name if self.asked is None else f"{self.name} at {self.asked:.1%}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStatistics(Printed):

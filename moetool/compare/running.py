@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moetool.calibration.bundled import PACKED
+from moetool.calibration.comparable import check_comparable
 from moetool.calibration.data import BUNDLED, data_files, parse_data
+from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.files import fast_digest
 from moetool.checkpoint.identity import file_states, hub_sha256
 from moetool.checkpoint.reader import Checkpoint
@@ -138,12 +140,19 @@ class _Comparing:
         self._models = options.models
 
     def all(self, wanted: Iterable[Candidate], seen: Callable[[ComparedModel], None]) -> Compared:
-        """The table; every row is `seen` when it is there."""
-        found = self._noted(self._key("original", {}), lambda: self._evaluated(self._model, self._evaluation))
+        """The table; every row is `seen` when it is there.
+
+        Raises:
+            UsageError: headers and options say of every row that it cannot be.
+        """
+        there = [self._opened(path) for path in self._models]
         stages = [self._wanted(each) for each in wanted]
+        self._check_any([*there, *stages])
+        found = self._noted(self._key("original", {}), lambda: self._evaluated(self._model, self._evaluation))
         self._passes = _passes([each for each in stages if isinstance(each, _Wanted)], self._work)
         rows = []
-        for make in [*(lambda path=path: self._there(path) for path in self._models),
+        for make in [*(lambda path=path, one=one: self._there(path, one)
+                       for path, one in zip(self._models, there, strict=True)),
                      *(lambda each=each: self._candidate(each) for each in stages)]:  # fmt: skip
             rows.append(make())
             seen(rows[-1])
@@ -165,10 +174,28 @@ class _Comparing:
                 told: dict[str, Any] = self._journal.units[f"measured {shared}"].told
                 yield SharedStatistics(**told)
 
-    def _there(self, path: str) -> ComparedModel:
-        name = Path(path).name or path
+    @staticmethod
+    def _check_any(planned: Sequence[object]) -> None:
+        """Raise `UsageError` if there is a row, and every one is an error: before the original is measured."""
+        failed = [row for row in planned if isinstance(row, ComparedModel)]
+        if failed and len(failed) == len(planned):
+            listed = "\n".join(f"{row.label}: {row.error}" for row in failed)
+            raise UsageError(f"None of these models can be made or read:\n{listed}")
+
+    def _opened(self, path: str) -> Checkpoint | ComparedModel:
+        """A model that is there already; a row that says why if it cannot be read, or not be compared."""
         try:
             checkpoint = Checkpoint.open(path)
+            check_comparable(self._original, checkpoint, load_tokenizer(checkpoint.path))
+        except MoetoolError as error:
+            return ComparedModel(name=Path(path).name or path, method=None, asked=None, error=str(error))
+        return checkpoint
+
+    def _there(self, path: str, checkpoint: Checkpoint | ComparedModel) -> ComparedModel:
+        if isinstance(checkpoint, ComparedModel):
+            return checkpoint
+        name = Path(path).name or path
+        try:
             size = checkpoint.given_bytes
             found = self._noted(self._key("model", _known_by("model", checkpoint)), self._measure(path))
             saved = 1 - size / self._bytes
@@ -183,6 +210,7 @@ class _Comparing:
         """What is to be made; a row that says why if that cannot be."""
         try:
             stage = candidate.kind(candidate.kind.opened(self._original), candidate.options)
+            stage.plan()  # says what is not possible
             states = {key: told for name, read in stage.inputs().items() for key, told in _known_by(name, read).items()}
             sources = {**stage.sources(), **states, **self._calibration}
             made, recipe = fingerprint(candidate.kind.name, sources, stage.recipe()), stage.shared_recipe()
@@ -307,7 +335,7 @@ def _passes(wanted: Iterable[_Wanted], work: Path) -> dict[str, _StatisticsPass]
     """Statistics passes that serve several models, by the fingerprint `made` of each of these models."""
     groups: dict[str, dict[str, _Wanted]] = {}
     for each in wanted:
-        if each.shared is not None and _is_possible(each.stage):
+        if each.shared is not None:
             groups.setdefault(each.shared, {})[each.made] = each
     found = {}
     for shared, several in groups.items():
@@ -316,11 +344,3 @@ def _passes(wanted: Iterable[_Wanted], work: Path) -> dict[str, _StatisticsPass]
             one = _StatisticsPass(work / f"{_PASS_PREFIX}{identity[:12]}", identity, list(several.values()))
             found.update(dict.fromkeys(several, one))
     return found
-
-
-def _is_possible(stage: AnyStage) -> bool:
-    try:
-        stage.plan()
-    except MoetoolError:
-        return False  # its row says why
-    return True

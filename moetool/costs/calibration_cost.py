@@ -13,11 +13,15 @@ from moetool.runtime.dense import DenseModel
 
 # Tokens of the proof that a conversion is right.
 _FEW = 256
-# Python, torch and transformers themselves, before any work.
-BASELINE = 600_000_000
-# The same on a processor where a model goes through layer by layer: measured, 300 to 400 MB, and up to 180 MB for a
-# moment or left over from it while a tokenizer is at work.
-_STREAMING = 470_000_000
+
+
+def baseline() -> int:
+    """Bytes of anonymous memory that Python, torch and transformers take beside what a job computes.
+
+    Measured on a processor: 320 to 350 MB before any work, and up to 180 MB more while a tokenizer cuts a million
+    characters, which are free again for the work. With a card it is a guess.
+    """
+    return 600_000_000 if torch.cuda.is_available() else 400_000_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class CalibrationCost:
         and if `calibrated` on the whole calibration text."""
         matrix = dense.hidden * dense.intermediate
         if not runs:
-            return BASELINE + 4 * 3 * matrix
+            return baseline() + 4 * 3 * matrix
         prefixes, tensors = dense.architecture.layer_prefixes, dense.checkpoint.tensors
         sizes = {name: info.nbytes // info.dtype.itemsize for name, info in tensors.items()}
         layer = max(sum(size for name, size in sizes.items() if name.startswith(prefix)) for prefix in prefixes)
@@ -64,7 +68,7 @@ class CalibrationCost:
         tokens = self.length * batch_size(self.samples, self.length) if calibrated else _FEW
         activations = 4 * tokens * (16 * dense.hidden + 5 * dense.intermediate)
         logits = 3 * 4 * _FEW * int(dense.config.vocab_size)
-        return BASELINE + 4 * (rest + layer + 3 * matrix) + read + activations + logits
+        return baseline() + 4 * (rest + layer + 3 * matrix) + read + activations + logits
 
     def layer_memory(self, experts: ExpertReader, *measuring: Measuring, gradients: bool = False) -> LayerMemory:
         """Estimated peak bytes of anonymous memory, by parts, of a job that takes these measurements one after the
@@ -79,7 +83,7 @@ class CalibrationCost:
         vocabulary = whole_number(config, "vocab_size") or 0
         logits = 4 * 4 * self.length * vocabulary if gradients else 0
         return LayerMemory(
-            rest=(BASELINE if torch.cuda.is_available() else _STREAMING) + (outside + other) * self.itemsize,
+            rest=baseline() + (outside + other) * self.itemsize,
             dense=(largest - other) * self.itemsize,
             passing=max(activations + attention_bytes(config, windows, self.length), logits),
             expert=shape.expert_parameters * self.itemsize,

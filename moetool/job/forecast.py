@@ -61,8 +61,8 @@ class Forecast:
         done, spent = step * self._done, self._stepped - self._began if self._own else 0.0
         pace = _pace(self._taken + spent, self._predicted + done, _TRUST * whole)
         own = _pace(spent, done, _TRUST * self._own, pace)
-        waited = self._clock() - self._stepped  # into the step at work
-        return max(0.0, own * rest - waited) + pace * to_come
+        waited = self._clock() - self._stepped  # into the step at work, which may be longer than others
+        return own * rest - min(waited, own * min(step, rest)) + pace * to_come
 
 
 def _pace(taken: float, predicted: float, weight: float, before: float = 1.0) -> float:

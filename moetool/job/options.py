@@ -9,7 +9,14 @@ from moetool.architectures.base import Settings
 from moetool.calibration.data import BUNDLED, parse_data
 from moetool.calibration.mixing import MixedSources
 from moetool.calibration.opening import BOS_HELP, Bos
-from moetool.checkpoint.sizes import ByteSize, Ratio, WindowShare, format_bytes
+from moetool.checkpoint.sizes import (
+    ByteSize,
+    Ratio,
+    WindowShare,
+    format_bytes,
+    format_least_bytes,
+    format_most_share,
+)
 from moetool.checkpoint.source import is_here
 from moetool.errors import UsageError, option_of
 from moetool.representations.quantized import ROW_BITS, WHOLE
@@ -191,6 +198,13 @@ class SizeOptions(Options):
     def target_option(self) -> str:
         """The option that says how small the weight files are to be, as typed: `--ratio 0.4` or `--size 20.0 GB`."""
         return f"--ratio {self.ratio:g}" if self.size is None else f"--size {format_bytes(self.size)}"
+
+    def target_limits(self, least: int, original: int) -> str:
+        """What the option that was typed can be, as a clause, where weight files of `original` bytes can have `least`
+        bytes."""
+        if self.size is not None:
+            return f"--size must be at least {format_least_bytes(least)}"
+        return f"--ratio must be above 0 and at most {format_most_share(1 - least / original)}"
 
 
 class RunOptions(Options):

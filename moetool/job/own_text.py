@@ -21,7 +21,7 @@ from moetool.calibration.windows import OwnText, load_tokenizer
 from moetool.checkpoint.files import atomically
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import ModelSize, dense_size, loading, moe_size
-from moetool.costs.calibration_cost import BASELINE
+from moetool.costs.calibration_cost import baseline
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.phases import Phase
 from moetool.errors import UsageError
@@ -115,7 +115,7 @@ def _memory(checkpoint: Checkpoint, windows: int, length: int, dtype: torch.dtyp
         whole_number(settings, "head_dim") or hidden // heads
     )
     cache = 2 * layers * rows * length * width * dtype.itemsize
-    return BASELINE + loading_memory(checkpoint, dtype).needed + cache + 4 * 4 * rows * vocabulary
+    return baseline() + loading_memory(checkpoint, dtype).needed + cache + 4 * 4 * rows * vocabulary
 
 
 def _work(size: ModelSize, windows: int, length: int, dtype: torch.dtype) -> Work:

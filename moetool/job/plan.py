@@ -128,7 +128,7 @@ class Plan:
         if memory is None and (self.experts_at_once or 1) > 1:
             return "With --memory, say of what is free, it works on fewer experts at a time."
         least = (
-            "That is the least it works with: about half a GB for Python and its libraries, embeddings and head, a "
+            "That is the least it works with: 0.4 GB for Python and its libraries, embeddings and head, a "
             f"layer with one of its experts, and a batch of {TOKENS_PER_BATCH:,} tokens or one longer window. "
         )
         return ("" if self.experts_at_once is None else least) + "Close other programs, or raise --memory."

@@ -94,7 +94,7 @@ def too_large(stage: AnyStage, plan: Plan) -> str | None:
     size = original_size(stage.source) if original <= given else f"{format_bytes(given)} in GGUF"
     return (
         f"The result takes {format_bytes(plan.output_bytes)}, and what it is made from {size}: nothing is saved. "
-        "Take fewer bits, or a method with --size."
+        "Give a smaller --size or fewer --bits."
     )
 
 

@@ -172,6 +172,7 @@ class Evaluation(Printed):
         batch_rows: windows in a batch; of an encoder, copies of a window.
         depends_on_batch: whether `nll` depends on that.
         against: how far it is from an original, if one was given.
+        unrelated: sentence that says how both differ in shape, if the original cannot be one.
         texts: each by itself; empty in what an older moetool has recorded.
         over_texts: KL divergence over several of them, if an original was given.
         calibration: the texts that the model was calibrated on since it was the original, or ever, as its manifest
@@ -192,6 +193,7 @@ class Evaluation(Printed):
     batch_rows: int
     depends_on_batch: bool
     against: Divergence | None = None
+    unrelated: str | None = None
     texts: Sequence[TextLoss] = ()
     over_texts: OverTexts | None = None
     calibration: Sequence[str] = ()

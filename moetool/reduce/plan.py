@@ -10,7 +10,7 @@ from torch import Tensor
 from moetool.architectures import Architecture
 from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
-from moetool.checkpoint.sizes import format_bytes, format_least_bytes, format_most_share
+from moetool.checkpoint.sizes import format_bytes, format_least_bytes
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
 from moetool.format.entry import custom_entry
@@ -213,8 +213,7 @@ def experts_left(source: Source, options: ReduceOptions) -> tuple[Fewer, str | N
         least = size(counts[0])
         raise UsageError(
             f"{options.target_option} cannot be met by fewer experts: {counts[0]} of {experts} leave "
-            f"{format_least_bytes(least)} of {format_bytes(original)}, a ratio of "
-            f"{format_most_share(1 - least / original)}. "
+            f"{format_least_bytes(least)} of {format_bytes(original)}, so {options.target_limits(least, original)}. "
             f"{limits(source)} Other methods of compress make experts smaller."
         )
     kept = counts[fitting - 1]

@@ -32,6 +32,8 @@ _KEPT, _KEPT_WHOLE = 60, 40
 # Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
 # value, and the best so far with the one before it.
 TRAINED_BYTES = 32
+# Of a training beside the parts that are counted: measured, 60 MB, in buffers of gradients and of compiled kernels.
+TRAINING_BYTES = 100_000_000
 
 
 def trained_numbers(source: Source, trains: Trained) -> int:
@@ -185,10 +187,14 @@ class TrainedModel:
 
 def repair_phases(size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
     """The phases of a repair, for which an original of this size predicts so many windows: forwards, then for each step
-    forwards, again, and backwards, and writing so many bytes of so many tensors."""
+    forwards, again, and backwards, with evaluations before and between; and writing so many bytes of so many
+    tensors."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
+    evaluations = 1 + min(options.evaluations, options.steps)
+    held_out = CalibrationCost(evaluations * 2 * options.held_out, options.sequence_length, 4)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
+    steps += calibration_forward(held_out, size)
     return (
         Phase(NOTE, calibration_forward(read, size)),
         Phase(REPAIR, steps),

@@ -19,7 +19,7 @@ from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.costs.calibration_cost import BASELINE
+from moetool.costs.calibration_cost import baseline
 from moetool.costs.phases import Phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
@@ -32,6 +32,7 @@ from moetool.job.stage import Effect, Stage, found_here
 from moetool.repair.costs import (
     NOTE,
     TRAINED_BYTES,
+    TRAINING_BYTES,
     StreamedOriginal,
     TrainedModel,
     noted_bytes,
@@ -143,7 +144,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def _needed(self, model: TrainedModel) -> tuple[int, int, bool]:
         options = self.options
         logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
-        second = BASELINE + model.loaded + 5 * logits + TRAINED_BYTES * model.trained
+        second = baseline() + TRAINING_BYTES + model.loaded + 5 * logits + TRAINED_BYTES * model.trained
         second += self._teaching.activation_bytes(options.batch_size * options.sequence_length)
         holds = second + model.decoded <= usable_bytes(options)
         return self._teacher.memory, second + model.decoded * holds, holds

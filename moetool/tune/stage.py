@@ -21,6 +21,7 @@ from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
+from moetool.costs.calibration_cost import baseline
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module
@@ -126,7 +127,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
-            memory_bytes=600_000_000
+            memory_bytes=baseline()
             + (4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples)
             + taught,
             phases=phases,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetool.cli.app import table
+from moetool.cli.app import front, table
 from moetool.cli.examples import EXAMPLES, MAIN
 from moetool.cli.names import COMMAND_GROUPS, COMMANDS, commands
 
@@ -40,13 +40,21 @@ def test_options_that_most_want_come_first_and_shared_ones_on_request() -> None:
     main, own = text.partition("\nOptions:\n")[::2]
     assert [main.index(f"--{name} ") for name in ("method", "ratio", "calibration", "dry-run", "resume")]
     assert "--trellis" in own
-    shared, only = own.split("\nOptions of --method hybrid:\n")
-    assert "--keep-stored" in shared
-    assert "--rotate" in only
+    assert "--keep-stored" in own
     assert "--memory" not in text
     assert "--help-all shows" in text
     assert "These are the options of --method hybrid" in text
     assert "Example: moetool compress" in text
+
+
+def test_options_that_no_other_method_has_stand_apart() -> None:
+    text = shown(front("compress", ["--method", "auto"]), "compress")
+    shared, only = text.split("\nOptions of --method auto:\n")
+    for option in ("--merge", "--base-bits", "--rotate", "--include"):
+        assert f"  {option} " in shared, "with hybrid, too"
+    for option in ("--max-increase", "--held-out", "--save-plan"):
+        assert f"  {option} " in only
+    assert "Options of --method" not in shown(front("compress", ["--method", "hybrid"]), "compress")
 
 
 def test_options_for_some_models_stand_apart() -> None:

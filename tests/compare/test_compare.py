@@ -167,13 +167,13 @@ def option(row: str, said: str) -> list[str]:
     return [] if name != row else [flag] if value == "true" else [flag, value]
 
 
-def test_killed_while_it_evaluates_no_model_is_made_again(compare, made, monkeypatch):
+def test_killed_while_it_evaluates_no_model_is_made_again(compare, made, tiny_mixtral, monkeypatch):
     """What killing the process would leave: the model, and the line that it is there."""
 
     def killed(path: str, *_: Any) -> Any:
         raise KeyboardInterrupt
 
-    compare("", "--models", "/no/model")  # the original is evaluated
+    compare("", "--models", tiny_mixtral)  # the original is evaluated
     with monkeypatch.context() as patch:
         patch.setattr(running, "perplexity", killed)
         assert compare("ders-quantize").code == 75
@@ -245,7 +245,24 @@ def test_a_torn_line_is_made_again(compare, made, tmp_path):
 
 
 def test_where_nothing_could_be_made_it_fails(compare):
-    refused = compare("hybrid", "--ratios", "0.999")
+    refused = compare("hybrid,reap", "--ratios", "0.999")
     assert refused.code == 2
-    assert "is not possible here" in refused.json["rows"][0]["error"]
-    assert "None of these models could be made or read" in refused.stderr
+    assert "None of these models can be made or read" in refused.stderr
+    assert "hybrid at 99.9%: --ratio 0.999 is not possible here" in refused.stderr
+    assert "reap at 99.9%: --ratio 0.999 cannot be met" in refused.stderr
+    assert "Evaluate" not in refused.stderr, "the original is not measured for nothing"
+
+
+def test_models_that_cannot_be_compared_are_told_before_the_original_is_measured(compare, tmp_path):
+    refused = compare("", "--models", tmp_path / "none")
+    assert refused.code == 2
+    assert "none: " in refused.stderr
+    assert "Evaluate" not in refused.stderr
+
+
+def test_one_row_that_cannot_be_leaves_the_others(compare):
+    found = compare("ders-quantize,hybrid", "--ratios", "0.999")
+    assert found.code == 0, found.stderr
+    made, refused = found.json["rows"]
+    assert made["kl"] is not None
+    assert "is not possible here" in refused["error"]

@@ -39,6 +39,15 @@ def documented_moe(
 
 
 @pytest.fixture(scope="session")
+def documented_deeper(
+    make_mixtral: Callable[..., Any], save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A Mixtral of two layers, with the vocabulary of `documented_moe`. Read-only."""
+    model = make_mixtral(dtype=torch.bfloat16, **{**SIZES, "num_hidden_layers": 2}, num_local_experts=2)
+    return save_model(model, tmp_path_factory.mktemp("documented") / "deeper")
+
+
+@pytest.fixture(scope="session")
 def documented_dense(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama in bf16. Read-only."""
     with torch.random.fork_rng(devices=[]):

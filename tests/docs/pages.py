@@ -20,6 +20,7 @@ MODELS = {
     "DENSE": "documented_dense",
     "THE_DENSE_MODEL": "documented_dense",
     "law-model": "documented_dense",
+    "deeper": "documented_deeper",
 }
 # Files that a page takes for granted, by the fixture whose content they have.
 FILES = {
@@ -105,6 +106,7 @@ RUN_FOR_JSON = [
         "MODEL",
         *("--text", "TEXT.txt,held-out.txt", "--windows", "4", "--sequence-length", "32"),
     ],
+    ["eval", "deeper", "--data", "held-out.txt", "--against", "MODEL"],
     ["inspect", "config-alone"],
     ["inspect", "demo/dense"],
     ["inspect", "THEIRS.gguf"],

@@ -99,8 +99,8 @@ def test_dry_run_of_the_real_size_reads_headers_only(run_cli, tmp_path):
     assert re.search(r"at most 0\.8\d", impossible.stderr)
 
 
-SMALLEST = r"([\d.]+ kB) at the least|([\d.]+ kB) are shared|leave ([\d.]+ kB)|takes from ([\d.]+ kB)"
-LARGEST = r"at most (0\.\d+)\.|a ratio of (0\.\d+)\."
+SMALLEST = r"--size must be at least ([\d.]+ kB)|takes from ([\d.]+ kB)"
+LARGEST = r"--ratio must be above 0 and at most (0\.\d+)\."
 
 
 @pytest.mark.parametrize("method", ["auto", "hybrid", "quantize", "d2moe", "reap", "gguf"])
@@ -108,10 +108,11 @@ def test_the_smallest_size_that_an_error_tells_is_possible(run_cli, tiny_mixtral
     job = ("compress", tiny_mixtral, tmp_path / "out", "--method", method, *calibration, "--dry-run")
     if method == "gguf":
         job = ("export", tiny_mixtral, tmp_path / "out", "--format", method, *calibration, "--dry-run")
-    told = run_cli(*job, "--size", 1).stderr
-    for option, pattern in (("--size", SMALLEST), ("--ratio", LARGEST)):
+    for option, impossible, pattern in (("--size", 1, SMALLEST), ("--ratio", 0.999, LARGEST)):
         if option == "--ratio" and method == "gguf":
             continue
+        told = run_cli(*job, option, impossible).stderr
+        assert ("ratio" in told) == (option == "--ratio"), "in the unit that was asked in"
         found = re.search(pattern, told)
         assert found, told
         result = run_cli(*job, option, next(filter(None, found.groups())))
@@ -280,7 +281,7 @@ def test_where_fewer_windows_would_not_help_the_least_is_explained(run_cli, tiny
     for more in ((), ("--samples", 1)):
         refused = run_cli(*arguments, *more, "--dry-run")
         assert refused.code == 4
-        assert "the least it works with: about half a GB for Python" in refused.stderr
+        assert "the least it works with: 0.4 GB for Python" in refused.stderr
         assert "Fewer" not in refused.stderr
 
 

@@ -197,6 +197,17 @@ def test_what_cannot_be_chosen_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_only_a_model_with_experts_can_have_fewer(
+    run_cli: Any, dense: Callable[..., Path], tiny_mixtral: Path, tmp_path: Path, has_experts: bool
+) -> None:
+    model = tiny_mixtral if has_experts else dense("llama")
+    result = run_cli("export", model, tmp_path / "out", "--format", "gguf", "--size", "1kB", "--dry-run")
+    assert result.code == 2
+    assert "in llama.cpp's types this model takes from" in result.stderr
+    assert ("take out experts" in result.stderr) is has_experts
+
+
 def test_a_family_that_llama_cpp_does_not_know(
     run_cli: Any, calibration: tuple[object, ...], tiny_mixtral: Path, tmp_path: Path
 ) -> None:

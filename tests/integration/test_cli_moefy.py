@@ -466,7 +466,7 @@ def test_what_is_printed(run_cli: Any, dense: Any, calibration: Any, tmp_path: P
         assert result.code == 0, result.stderr
         assert "with all experts differ from" in result.stdout
         assert "those chosen hold" in result.stdout
-        assert ("nats with the experts kept" in result.stdout) is (family == "llama")
+        assert ("nats per token with the experts kept" in result.stdout) is (family == "llama")
     printed = run_cli("moefy", dense("llama"), tmp_path / "no", *FOUR, *calibration, "--dry-run").stdout
     for words in ("experts per token  2", "of dense, reading 128 tokens", "Nothing was written"):
         assert words in printed, printed

@@ -69,19 +69,25 @@ def test_several_processes_have_the_same_tokens(crash: Any, made: Path, tiny_mix
     assert (tmp_path / "out" / "config.json").read_bytes() == (made / "config.json").read_bytes()
 
 
-def test_the_plan_counts_it(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path) -> None:
-    planned = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN, "--dry-run", "--json").json
+@pytest.fixture(scope="module")
+def deep(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is much larger than one layer of it, and what is measured there. Read-only."""
+    return save_model(make_mixtral(num_hidden_layers=16), tmp_path_factory.mktemp("deep") / "model")
+
+
+def test_the_plan_counts_it(run_cli: Any, deep: Path, tiny_text: Path, tmp_path: Path) -> None:
+    planned = run_cli("compress", deep, "--method", "d2moe", tmp_path / "out", *OWN, "--dry-run", "--json").json
     other = run_cli(
-        "compress", tiny_mixtral, tmp_path / "out", *METHOD, *SMALL, "--calibration", tiny_text, "--dry-run", "--json"
+        "compress", deep, tmp_path / "out", *METHOD, *SMALL, "--calibration", tiny_text, "--dry-run", "--json"
     ).json
     assert [phase["name"] for phase in planned["phases"]] == ["Sample", *(phase["name"] for phase in other["phases"])]
     assert planned["own_text_memory_bytes"] == planned["peak_memory_bytes"] > other["peak_memory_bytes"]
 
 
-def test_a_model_that_does_not_fit_in_memory(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
-    result = run_cli("compress", tiny_mixtral, "--method", "d2moe", tmp_path / "out", *OWN, "--memory", "550MB")
+def test_a_model_that_does_not_fit_in_memory(run_cli: Any, deep: Path, tmp_path: Path) -> None:
+    result = run_cli("compress", deep, "--method", "d2moe", tmp_path / "out", *OWN, "--memory", "300MB")
     assert result.code == 4
-    assert "has 550.0 MB. The model writes its own text" in result.stderr
+    assert "has 300.0 MB. The model writes its own text" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

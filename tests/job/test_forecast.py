@@ -45,6 +45,15 @@ def test_as_predicted(forecast: Forecast, clock: Clock) -> None:
     assert forecast.seconds_left == pytest.approx(315)
 
 
+def test_a_step_that_takes_long_leaves_the_others(forecast: Forecast, clock: Clock) -> None:
+    """A layer is coded in one step, as a batch goes through a layer in one: the others do not get shorter by it."""
+    forecast.start("Forward", 4)
+    clock.now += 25
+    forecast.advance()
+    clock.now += 60
+    assert forecast.seconds_left == pytest.approx(300)
+
+
 def test_twice_as_slow(forecast: Forecast, clock: Clock) -> None:
     run(forecast, clock, "Forward", 200)
     assert 2 * 250 * 0.9 < (forecast.seconds_left or 0) < 2 * 250

@@ -7,13 +7,12 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from moetool.architectures import find_architecture
 from moetool.calibration.cutting import DRAWING
 from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.reader import Checkpoint
-from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.calibration_cost import CalibrationCost, baseline
 from moetool.costs.layer_memory import Measuring
 from moetool.errors import ResourceError
 from moetool.job.plan import Plan, fingerprint
@@ -119,7 +118,7 @@ def test_calibration_costs_grow_with_what_they_depend_on(tiny_mixtral: Path) -> 
         for layer in range(3)
     ]
     least = memory(CalibrationCost(samples=1, length=1, itemsize=4))
-    process = 600_000_000 if torch.cuda.is_available() else 470_000_000
+    process = baseline()
     assert whole - sum(layers) + max(layers) <= least - process < whole
     assert cost.layer_memory(reader, gradients=True).nbytes() > memory(cost), "activations wait for the way back"
     assert memory(cost) > least

@@ -93,6 +93,20 @@ def test_logits_that_do_not_fit_on_the_disk_are_refused(monkeypatch, tiny_mixtra
         perplexity(str(other), options)
 
 
+def test_an_original_of_another_shape_is_remarked_on(
+    run_cli, make_mixtral, save_model, tiny_mixtral, tiny_text, tmp_path
+):
+    shallow = save_model(make_mixtral(num_hidden_layers=1), tmp_path / "shallow")
+    asked = ("eval", shallow, "--data", tiny_text, *FEW)
+    said = run_cli(*asked, "--against", tiny_mixtral)
+    assert said.code == 0, said.stderr
+    assert "has 1 layers of hidden size 32" in said.stdout
+    assert "These are two separate models" in said.stdout
+    several = run_cli(asked[0], tiny_mixtral, *asked[1:], "--against", tiny_mixtral)
+    assert several.stdout.count("two separate models") == 1, "of the shallow one"
+    assert "unrelated" not in run_cli(*asked, "--against", shallow, "--json").json
+
+
 def test_another_tokenizer_cannot_be_compared(run_cli, tiny_mixtral, tiny_text, tmp_path):
     """The same tokens, two of them the other way round."""
     changed = swap_tokens(copy_of(tiny_mixtral, tmp_path / "changed"))

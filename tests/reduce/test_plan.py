@@ -38,7 +38,7 @@ def test_a_plan_is_as_large_as_the_result(model_of: Any, reduce: Any) -> None:
 
 
 def test_a_ratio_beyond_what_the_router_needs_is_refused_with_the_largest(model_of: Any) -> None:
-    with pytest.raises(UsageError, match=r"2 of 6 leave .* a ratio of 0\.\d+\. The router takes 2 of 6"):
+    with pytest.raises(UsageError, match=r"2 of 6 leave .* at most 0\.\d+\. The router takes 2 of 6"):
         plan(model_of("olmoe"), ratio=0.9)
 
 

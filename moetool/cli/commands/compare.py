@@ -180,7 +180,7 @@ def cells(row: ComparedModel) -> tuple[str, ...]:
 def line(row: ComparedModel) -> str:
     """Format a row of the comparison as one line of text, or the error that it ended with."""
     if row.error is not None:
-        return f"{row.name}{'' if row.asked is None else f' at {row.asked:.1%}'}: {row.error}"
+        return f"{row.label}: {row.error}"
     return "  ".join(cell or "–" for cell in cells(row))
 
 

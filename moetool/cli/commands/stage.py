@@ -128,9 +128,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     form = own if methods else ""
     summary = summary_of(name, words, own, stage.summary) if methods else None
-    title = f"Options of --{CHOICES[name][0]} {own}" if methods else None
     run = explaining_paths(command)
-    return make_command(name, run, stage.options_type, *more, form=form, summary=summary, own_group=title)
+    return make_command(name, run, stage.options_type, *more, form=form, summary=summary)
 
 
 def _jobs(

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from moetool.architectures import MoEShape, Role
 from moetool.calibration.collectors import LayerStatistics
-from moetool.checkpoint.sizes import format_bytes, format_least_bytes, format_most_share
+from moetool.checkpoint.sizes import format_bytes, format_least_bytes
 from moetool.compress.budget.items import Factors, Forms, Group, Item, Ladder, dropped, factors_of
 from moetool.compress.budget.spending import Allocation, fit
 from moetool.compress.factors.files import SpectrumFile
 from moetool.compress.factors.svd import SharedFactor
 from moetool.errors import UsageError
 from moetool.format.layout import DENSE_BASE, LayerLayout
+from moetool.job.options import SizeOptions
 from moetool.representations import Representation
 from moetool.representations.low_rank import LowRank
 from moetool.representations.shared_factor import SharedU, SharedV
@@ -119,15 +120,14 @@ def least_routed(tokens: Tensor, count: int) -> frozenset[int]:
     return frozenset(tokens.argsort(stable=True)[:count].tolist())
 
 
-def check_ratio(ratio: float, asked: str, least: int, original: int, stored: str = "") -> None:
-    """Raise `UsageError` with the possible range if `original` bytes, `stored` in a format (" in FP8"), cannot be made
-    smaller by a `ratio`, which was `asked` for by an option."""
-    highest = 1 - least / original
-    if not 0 < ratio <= highest:
+def check_ratio(options: SizeOptions, least: int, original: int, stored: str = "") -> None:
+    """Raise `UsageError` with the possible range if weight files of `original` bytes, `stored` in a format (" in FP8"),
+    cannot be made smaller by the ratio of the options: `least` bytes remain at any rank."""
+    if options.ratio is None or not 0 < options.ratio <= 1 - least / original:
         raise UsageError(
-            f"{asked} is not possible here: of {format_bytes(original)}{stored}, {format_least_bytes(least)} are "
-            "shared bases and tensors that are not experts, so the ratio must be above 0 and at most "
-            f"{format_most_share(highest)}."
+            f"{options.target_option} is not possible here: of {format_bytes(original)}{stored}, "
+            f"{format_least_bytes(least)} are shared bases and tensors that are not experts, so "
+            f"{options.target_limits(least, original)}."
         )
 
 

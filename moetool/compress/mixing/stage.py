@@ -22,7 +22,6 @@ from typing import TypeVar
 from moetool.architectures import Role
 from moetool.bases.choices import Merge
 from moetool.calibration.routed_tokens import RoutedTokens
-from moetool.checkpoint.sizes import format_least_bytes, format_most_share
 from moetool.compress.delta_forms import agreed_layouts, refuse_compressed
 from moetool.compress.encoded_layers import encoded_bytes
 from moetool.compress.mixing.choosing import Choosing, Mix, note_on_including, notes_on, notes_on_size
@@ -224,10 +223,9 @@ class MixingStage(Stage[MixingOptionsT]):
         original = original_bytes(self.source)
         if self.asked is None or self.smallest <= self.target < original:
             return
-        highest = format_most_share(1 - self.smallest / original)
         raise UsageError(
             f"{self.asked} is not possible here: the weight files take {original_size(self.source)}, and "
-            f"{format_least_bytes(self.smallest)} at the least, so the ratio must be above 0 and at most {highest}."
+            f"{self.options.target_limits(self.smallest, original)}."
         )
 
     @cached_property

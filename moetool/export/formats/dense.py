@@ -11,6 +11,7 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.manifest import Upcycling
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.building_blocks import moe_size
+from moetool.costs.calibration_cost import baseline
 from moetool.costs.phases import rewriting_phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.export.unmerging import Unmerging, dense_config
@@ -112,7 +113,7 @@ class ExportDense(Stage[ExportDenseOptions]):
             input_bytes=self.source.checkpoint.weight_bytes,
             output_bytes=output,
             scratch_bytes=0,
-            memory_bytes=600_000_000 + 8 * 4 * matrix,
+            memory_bytes=baseline() + 8 * 4 * matrix,
             phases=rewriting_phases(moe_size(self.source.experts), output),
             details={"model_type": str(self._config["model_type"]), "expert": self.options.expert},
         )

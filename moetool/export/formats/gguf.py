@@ -25,7 +25,7 @@ from moetool.costs.building_blocks import (
     dense_size,
     moe_size,
 )
-from moetool.costs.calibration_cost import BASELINE, CalibrationCost
+from moetool.costs.calibration_cost import CalibrationCost, baseline
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
@@ -121,10 +121,11 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
             return menu.budget(self.options.bits_per_weight)
         least, most = (self._most_around + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
         if size < least:
+            fewer = "" if self.source.experts is None else ", or first take out experts (compress --method reap)"
             raise UsageError(
                 f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_least_bytes(least)} "
-                f"to {format_bytes(most)}; embeddings and head have 3 bits there at least, routers and norms fp32. "
-                "Give more, or take out experts first (compress --method reap)."
+                f"to {format_bytes(most)}. Embeddings and head have at least 3 bits there, norms and routers 32. "
+                f"Give more{fewer}."
             )
         return size - self._most_around
 
@@ -169,7 +170,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if source.experts is not None:
             size, hidden = moe_size(source.experts), source.experts.architecture.hidden
             measuring = [Measuring.codes(source.experts.shape, in_turn=back)] if self._coded else []
-            memory = BASELINE + 4 * _HELD * source.most_at_once
+            memory = baseline() + 4 * _HELD * source.most_at_once
             if self._text is not None:
                 memory = cost.layer_memory(source.experts, *measuring, gradients=back).nbytes()
             work = decoding(size) if source.experts.layouts else Work()
@@ -365,16 +366,8 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         found = remarks(self.source, self._types)
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
-        elif self._tokenizer.is_assumed:
-            pre = f"'{self._tokenizer.pre}', as in this family's published tokenizers"
-            found.append(
-                f"The tokenizer's rules have no name in llama.cpp: the file has {pre} (--pre-tokenizer: another)."
-            )
-        elif self._tokenizer.normalizes:
-            found.append(
-                "The tokenizer changes some texts before it cuts them (spaces in a row, forms of characters), which "
-                "llama.cpp does not: such texts have other tokens there."
-            )
+        elif (remark := self._tokenizer.remark) is not None:
+            found.append(remark)
         if odd := self._fallen_back:
             found.append(f"Rows of some tensors are no whole blocks of the type asked for: {odd}.")
         if self._text is None and not {*self._types} <= {*_REQUANTIZED, "q8_0", MXFP4}:

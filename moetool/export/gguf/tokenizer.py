@@ -62,6 +62,19 @@ class GgufTokenizer:
     normalizes: bool
     template: str | None
 
+    @property
+    def remark(self) -> str | None:
+        """Sentence for the user where llama.cpp may cut a text otherwise; `None` if it does not."""
+        if self.is_assumed:
+            pre = f"'{self.pre}', as in this family's published tokenizers"
+            return f"The tokenizer's rules have no name in llama.cpp: the file has {pre} (--pre-tokenizer: another)."
+        if self.normalizes:
+            return (
+                "The tokenizer changes some texts before it cuts them (spaces in a row, forms of characters), which "
+                "llama.cpp does not: such texts have other tokens there."
+            )
+        return None
+
     def name_of(self, model: str) -> str:
         """Return the name that a model has in its file: llama.cpp tells from it alone what special tokens strip."""
         if self.strips:

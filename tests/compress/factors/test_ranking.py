@@ -29,6 +29,7 @@ from moetool.compress.factors.sensitivity import Sensitivity
 from moetool.compress.factors.svd import SharedFactor, Svd
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout, delta_name
+from moetool.job.options import SizeOptions
 from moetool.numerics.factorize import factorize, truncate, whitened_error
 from moetool.representations import Representation
 from moetool.representations.dense import Dense
@@ -194,13 +195,18 @@ def test_nothing_fits(spectra: list[LayerSpectra]) -> None:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.7])
 def test_possible_ratios(ratio: float) -> None:
-    check_ratio(ratio, f"--ratio {ratio:g}", least=300, original=1000)
+    check_ratio(SizeOptions(ratio=ratio), least=300, original=1000)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 0.0, 0.7001, 1.0, 40.0, float("nan")])
 def test_impossible_ratios_come_with_the_range(ratio: float) -> None:
     with pytest.raises(UsageError, match=r"of 1\.0 kB, 300 B are shared .* at most 0\.7\b"):
-        check_ratio(ratio, f"--ratio {ratio:g}", least=300, original=1000)
+        check_ratio(SizeOptions.model_construct(ratio=ratio), least=300, original=1000)
+
+
+def test_an_impossible_size_comes_with_the_smallest() -> None:
+    with pytest.raises(UsageError, match=r"^--size 200 B is not possible .* so --size must be at least 300 B\.$"):
+        check_ratio(SizeOptions.model_construct(size=200, ratio=0.8), least=300, original=1000)
 
 
 @dataclass(frozen=True)
