@@ -133,7 +133,7 @@ def _text_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:
     if first.over_texts is not None:
         rows.append(("worst text", "", "", "KL", *(_worst(text) for text in texts)))
     if any(text.own_kind is not None for found in texts if found is not None for text in found.texts):
-        rows.append(("calibration's kind", "", "", "text", *(_own_kinds(text) for text in texts)))
+        rows.append(("calibrated on text like", "", "", "", *(_own_kinds(text) for text in texts)))
     return rows
 
 
@@ -152,11 +152,12 @@ def _worst(found: Evaluation | None) -> str:
 
 
 def _own_kinds(found: Evaluation | None) -> str:
-    """Names of the texts of whose kind a model's calibration had some, `none`, or nothing where it had no text."""
+    """Names of the texts of whose kind a model's calibration had some, `none of these`, or nothing where it had no
+    text."""
     texts = () if found is None else found.texts
     named = zip(short_names([text.name for text in texts]), texts, strict=True)
     own = ", ".join(name for name, text in named if text.own_kind)
-    return own or ("none" if any(text.own_kind is not None for text in texts) else "")
+    return own or ("none of these" if any(text.own_kind is not None for text in texts) else "")
 
 
 def _task_rows(models: Sequence[Evaluated]) -> list[tuple[str, ...]]:

@@ -251,7 +251,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         examples, held_out = texts
         assert examples is not None
         count = len(examples.items)
-        job.progress.log(f"{count} example{'s' * (count != 1)} with {examples.answer_tokens} tokens to learn.")
+        tokens = examples.answer_tokens
+        job.progress.log(f"{count} example{'s' * (count != 1)} with {tokens} token{'s' * (tokens != 1)} to learn.")
         if begin := opening_text(self._tokenizer, options.bos):
             job.progress.log(f"All but conversations begin with {begin}.")
         if examples.truncated:

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/in_mlx.py MODEL CALIBRATION TEXT[,TEXT…] --work DIR [--windows 16] [--bits 4,3,2]
 
-MODEL is an MoE model of a family that `export --format mlx` takes. Each number of bits is made three times: by
-`mlx_lm.convert -q`, by `export` without a text, and by `export` with CALIBRATION, half of it the bundled text. KL
-divergence is to the original in mlx-lm, in fp32 on a CPU. Needs `pip install mlx-lm 'mlx[cpu]'`.
+MODEL is an MoE model of a family that `export --format mlx` takes. Each number of bits is made by `mlx_lm.convert -q`,
+by `export` without a text, and by `export` with CALIBRATION, half of it the bundled text, with 8, 6 and 4 bits for what
+is no expert. KL divergence is to the original in mlx-lm, in fp32 on a CPU. Needs `pip install mlx-lm 'mlx[cpu]'`.
 """
 
 import argparse
@@ -51,10 +51,16 @@ def made(options: argparse.Namespace, original: Path) -> Iterator[tuple[str, int
             words = ("--q-bits", str(bits), "--q-group-size", str(GROUP))
             done("mlx_lm", "convert", "--hf-path", str(original), "--mlx-path", str(theirs), "-q", *words)
         yield "`mlx_lm.convert -q`", bits, theirs
-        for name, more in (("nearest", []), ("chosen", text)):
+        ways = {
+            "nearest": ("`export --format mlx`", []),
+            "chosen": ("the same with `--calibration`", text),
+            "chosen-six": ("and `--other-bits 6`", [*text, "--other-bits", "6"]),
+            "chosen-four": ("and `--other-bits 4`", [*text, "--other-bits", "4"]),
+        }
+        for name, (label, more) in ways.items():
             ours, words = options.work / f"{name}-{bits}", ("--format", "mlx", "--bits", str(bits), *more)
             done("moetool", "export", options.model, str(ours), *words, "--group-size", str(GROUP), "--resume")
-            yield "`export --format mlx`" + (" with `--calibration`" if more else ""), bits, ours
+            yield label, bits, ours
 
 
 def log_probabilities(model: Path, windows: np.ndarray) -> Iterator[np.ndarray]:

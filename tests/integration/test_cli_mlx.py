@@ -129,6 +129,15 @@ def test_other_matrices_may_stay(run_cli: Any, model: Path, tmp_path: Path) -> N
     assert config_of(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
 
 
+def test_other_matrices_may_have_fewer_bits(run_cli: Any, model: Path, tmp_path: Path) -> None:
+    result = export(run_cli, model, tmp_path / "out", "--bits", 3, "--other-bits", 6, "--json")
+    assert result.code == 0, result.stderr
+    before, entry = load_file(model / WEIGHTS), config_of(tmp_path / "out")["quantization"]
+    module = "model.layers.0.self_attn.q_proj"
+    assert (entry["bits"], entry[module]) == (3, {"group_size": 32, "bits": 6})
+    assert relative_error(decoded(tmp_path / "out", module), before[f"{module}.weight"]) < 0.025
+
+
 def test_the_config_says_outright_what_mlx_lm_asks_for(run_cli: Any, model: Path, tmp_path: Path) -> None:
     assert export(run_cli, model, tmp_path / "out").code == 0
     before, after = config_of(model), config_of(tmp_path / "out")

@@ -72,9 +72,9 @@ def test_beside_other_models_a_row_says_for_each_which_texts_are_of_its_calibrat
     rows = []
     for data in (texts, texts.split(",")[1]):
         shown = run_cli("eval", made, tiny_mixtral, "--data", data, *FEW).stdout
-        line = next(line for line in shown.splitlines() if "calibration's kind" in line)
+        line = next(line for line in shown.splitlines() if "calibrated on text like" in line)
         rows.append([cell.strip() for cell in line.strip("│").split("│")][3:])
-    assert rows == [["wiki.test.txt", ""], ["none", ""]]
+    assert rows == [["wiki.test.txt", ""], ["none of these", ""]]
 
 
 def test_only_steps_since_the_original_tell_what_is_of_the_calibrations_kind(

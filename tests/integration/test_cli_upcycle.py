@@ -265,7 +265,7 @@ def test_what_is_printed(run_cli: Any, llama: Path, tmp_path: Path) -> None:
     for line in (
         r"^family +mixtral$",
         r"^parameters +83,552, of which 55,904 per token$",
-        r"^logits +differ from the dense model's by [1-9]\.\de-0[78] of their size on 256 real tokens$",
+        r"^logits +differ from the dense model's by [1-9]\.\de-0[78] of their size on 256 tokens of text$",
         r"^loss +(\d\.\d{4}) \(dense\) → \1 nats per token$",
         r"^routing +each expert gets \d+\.\d% to \d+\.\d% of the tokens; router entropy 1\.\d+ nats$",
         r"^note +experts are 48 wide, no multiple of 256",

@@ -1,4 +1,4 @@
-"""Export for mlx-lm, which runs models on Apple silicon: experts in few bits, all other matrices in 8."""
+"""Export for mlx-lm, which runs models on Apple silicon: experts in few bits, all other matrices in 8 unless asked."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -31,7 +31,7 @@ from moetool.job.job import Job
 from moetool.job.options import RunOptions
 from moetool.numerics.words import pack_words
 
-_EIGHT = 8
+_AS_THEY_ARE = 16
 
 
 class ExportMlxOptions(CodedExpertsOptions):
@@ -39,8 +39,10 @@ class ExportMlxOptions(CodedExpertsOptions):
 
     bits: int = Field(4, description=f"Bits of every number of an expert: {', '.join(map(str, AFFINE_BITS))}.")
     group_size: Literal[32, 64, 128] = Field(64, description="Inputs that share a scale and a bias.")
-    other_bits: Literal[8, 16] = Field(
-        8, description="Bits of attention, dense FFNs, shared experts, embeddings and head; 16 leaves them as they are."
+    other_bits: Literal[4, 5, 6, 8, 16] = Field(
+        8,
+        description="Bits of attention, dense FFNs, shared experts, embeddings and head, whose codes are the nearest; "
+        "16 leaves them as they are.",
     )
 
     @field_validator("bits")
@@ -52,7 +54,7 @@ class ExportMlxOptions(CodedExpertsOptions):
 
 
 class ExportMlx(CodedExperts[ExportMlxOptions]):
-    """Codes every expert anew on an even grid, whatever it was stored as, and all other matrices in 8 bits; norms,
+    """Codes every expert anew on an even grid, whatever it was stored as, and all other matrices, too; norms,
     routers and vectors pass through."""
 
     name: ClassVar[str] = "mlx"
@@ -106,17 +108,17 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
     def passing(self, spec: TensorSpec) -> list[TensorSpec]:
         if not self._is_coded(spec):
             return [spec]
-        return self._packing(_EIGHT).specs(spec.name, (spec.shape[0], spec.shape[1]))
+        return self._packing(self.options.other_bits).specs(spec.name, (spec.shape[0], spec.shape[1]))
 
     def passed(self, job: Job, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> Named:
         for name in _coded(specs):
-            yield from self._packing(_EIGHT).nearest(name, read(name).to(job.device))
+            yield from self._packing(self.options.other_bits).nearest(name, read(name).to(job.device))
 
     def _is_coded(self, spec: TensorSpec) -> bool:
         """Whether it is a matrix that mlx-lm may hold in codes: of a linear layer, or an embedding."""
         architecture, group = self.source.architecture, self.options.group_size
         return (
-            self.options.other_bits == _EIGHT
+            self.options.other_bits != _AS_THEY_ARE
             and len(spec.shape) == 2
             and spec.name.endswith(f".{CODES}")
             and spec.dtype.is_floating_point
@@ -127,7 +129,7 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
 
     def entries(self) -> Mapping[str, object]:
         options = self.options
-        entry = packed_entry(options.bits, options.group_size, _coded(self.matrices), _EIGHT)
+        entry = packed_entry(options.bits, options.group_size, _coded(self.matrices), options.other_bits)
         return {**told_outright(self.source.checkpoint.settings), "quantization": entry, "quantization_config": entry}
 
 
