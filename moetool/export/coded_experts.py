@@ -1,7 +1,6 @@
-"""Export of experts in whole codes: what all engines' formats of that kind have in common.
+"""Export of experts in codes on even grids: what all engines' formats of that kind have in common.
 
-Codes are the nearest ones, or on a text chosen as `quantize` chooses its own: one input after the other, each making
-good for the errors of those before it, on what each expert is given.
+Codes are the nearest ones, or chosen on what a text gives to each expert (`export.blocks.coding`).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Experts in whole codes as an engine stores them, the codes being the nearest ones or chosen on a text."""
+"""Matrices in codes on even grids as an engine stores them, the codes being the nearest ones or chosen on a text."""
 
 from abc import ABC, abstractmethod
 from itertools import product
@@ -21,7 +21,7 @@ from moetool.job.job import Job, to_cpu
 
 
 class Packing(ABC):
-    """How an engine stores matrices in whole codes.
+    """How an engine stores matrices in codes on even grids.
 
     Attributes:
         bits: of a code.
