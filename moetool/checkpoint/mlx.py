@@ -117,7 +117,7 @@ def _on_text_alone(config: dict[str, object]) -> dict[str, object]:
 
 
 def _renaming(kind: str) -> Callable[[str], str]:
-    """What the hub calls a tensor, by what mlx-lm calls it."""
+    """Return the function from a tensor's name in mlx-lm to its name on the hub, for a family."""
     rules = [(re.compile(old), new) for old, new in RENAMED.get(kind, {}).items()]
 
     def renamed(name: str) -> str:

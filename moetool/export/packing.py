@@ -13,7 +13,7 @@ from moetool.checkpoint.writer import TensorSpec, check_finite
 from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import EncodedLayers, Named, write_encoded
 from moetool.export.blocks.blocked import Blocked
-from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.coding import block_codes, expert_codes
 from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.format.blocks import BlockLayout
 from moetool.job.calibrated import CalibratedJob
@@ -35,7 +35,7 @@ class Packing(ABC):
     @property
     @abstractmethod
     def layout(self) -> BlockLayout:
-        """The levels of the codes, and what groups share."""
+        """Return the layout of the codes: their levels, and what the numbers of a group share."""
 
     @abstractmethod
     def name(self, layer: int, expert: int, role: Role) -> str:
@@ -106,18 +106,17 @@ class PackedLayers(EncodedLayers):
         write_encoded(job.work, layer, owned.peers.rank, specs, self._chosen(layer, module, grams, owned))
 
     def _chosen(self, layer: int, module: nn.Module, grams: InputGramCollector, owned: Owned) -> Named:
-        calibrated, reader, packing = self._calibrated, self._job.source.experts, self._packing
-        weights = calibrated.weights(layer, module)
-        metric = self._text.metric(calibrated, layer, grams, weights)
+        reader, packing = self._job.source.experts, self._packing
+        weights = self._calibrated.weights(layer, module)
+        metric = self._text.metric(self._calibrated, layer, grams, weights)
+
+        def matrix(expert: int, role: Role) -> tuple[str, Role, Tensor, BlockLayout]:
+            name, whole = packing.name(layer, expert, role), weights(expert, role)
+            return name, role, whole.to(self._job.device), packing.layout
+
         for expert in (expert for experts in grams.sets() for expert in experts):
-            own, errors = metric.of(expert), dict[Role, Tensor]()
-            for roles in reader.shape.groups:
-                if not owned.has(roles[0], expert):
-                    continue
+            own = metric.of(expert)
+            for roles in (roles for roles in reader.shape.groups if owned.has(roles[0], expert)):
                 inputs = PreparedGram.of(grams.gram(expert, roles[0]))
-                for role in roles:
-                    name, matrix = packing.name(layer, expert, role), weights(expert, role).to(self._job.device).float()
-                    check_finite(name, matrix)
-                    blocked = block_codes(own.target(role, matrix, errors), packing.layout, inputs, own.rows(role))
-                    errors[role] = matrix - blocked.decoded().T
+                for name, blocked in expert_codes((matrix(expert, role) for role in roles), inputs, own):
                     yield from packing.named(name, blocked)

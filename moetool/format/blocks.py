@@ -46,7 +46,7 @@ class BlockLayout:
 
     @property
     def is_lattice(self) -> bool:
-        """Whether several numbers have a code together."""
+        """Whether several numbers together have one code: a point of a list."""
         return self.together > 1
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moetool.architectures.base import whole_number
-from moetool.calibration.comparable import check_comparable
+from moetool.calibration.comparable import check_comparable, difference_in_shape
 from moetool.calibration.opening import Tokenizer
 from moetool.checkpoint.files import storage_errors
 from moetool.checkpoint.reader import Checkpoint
@@ -79,9 +79,14 @@ class AgainstOriginal:
         model: the original, as it was given.
         asked: what both are asked.
         reference: its logits of every batch.
+        unrelated: sentence that says how both differ in shape, if they do.
+
+    Attributes:
+        unrelated: the same.
     """
 
-    def __init__(self, model: str, asked: Predictions, reference: Reference) -> None:
+    def __init__(self, model: str, asked: Predictions, reference: Reference, unrelated: str | None) -> None:
+        self.unrelated = unrelated
         self._model, self._asked, self._reference = model, asked, reference
         self._batches: list[_Batch] = []
 
@@ -140,16 +145,17 @@ def original_beside(
     """
     original = Checkpoint.open(path)
     check_comparable(original, checkpoint, tokenizer)
+    unrelated = difference_in_shape(original, checkpoint)
     if both_fit(original, checkpoint, options.device, options.compute_dtype):
         model = load_for(original, options.device, options.compute_dtype, progress)
-        yield AgainstOriginal(path, asked, lambda number: asked.logits(model, batches[number]))
+        yield AgainstOriginal(path, asked, lambda number: asked.logits(model, batches[number]), unrelated)
         return
     place = Path(tempfile.gettempdir())
     predictions = sum(asked.targets(rows).numel() for rows in batches)
     _check_room(original, predictions, computed_in(original, options.device, options.compute_dtype), place, progress)
     with tempfile.TemporaryFile(dir=place) as file:
         noted = _note_all(file, place, original, batches, asked, options, progress)
-        yield AgainstOriginal(path, asked, lambda number: _read(file, *noted[number]))
+        yield AgainstOriginal(path, asked, lambda number: _read(file, *noted[number]), unrelated)
 
 
 def _check_room(original: Checkpoint, predictions: int, dtype: torch.dtype, place: Path, progress: Progress) -> None:

@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor
 
 from moetool.architectures.dense import is_encoder
-from moetool.calibration.comparable import difference_in_shape
 from moetool.calibration.opening import BOS_HELP, Bos, opening_text
 from moetool.calibration.windows import load_tokenizer
 from moetool.checkpoint.reader import Checkpoint
@@ -122,7 +121,7 @@ def perplexity(path: str, options: EvaluationOptions, progress: Progress = SILEN
         batch_rows=batch,
         depends_on_batch=depends_on_batch(model),
         against=None if comparison is None else comparison.divergence(),
-        unrelated=difference_in_shape(Checkpoint.open(options.against), checkpoint) if options.against else None,
+        unrelated=None if comparison is None else comparison.unrelated,
         texts=told,
         over_texts=OverTexts.of(told),
         calibration=sources,

@@ -68,7 +68,7 @@ class Feedback:
             return None
         order = energy.argsort(descending=True, stable=True)
         share = (energy / mean)[order]
-        damping = DAMPING * share + _SILENT
+        damping = damping_of(share)
         # With ones on the diagonal no pivot lies below the damping, which fp32 resolves. Backwards: a lower factor of
         # the inputs in reverse is an upper one of the inputs in order.
         size_of = (share + damping).sqrt()
@@ -76,10 +76,7 @@ class Feedback:
         scaled = torch.div(gram, mean, out=torch.empty_like(gram, dtype=torch.float32))
         correlation = scaled[back][:, back].mul_(unit.float()).mul_(unit.float()[:, None])
         correlation.diagonal().fill_(1)
-        factor, failed = torch.linalg.cholesky_ex(correlation)
-        if int(failed):
-            factor = torch.linalg.cholesky(correlation.double()).float()
-        flatness = factor.diagonal().double().log().mean().mul(2).exp().item()
+        factor, flatness = correlation_factor(correlation)
         links = factor.flip(0, 1).mul_(size_of.float()[:, None])
         pivots = links.diagonal().clone()
         links.div_(pivots)
@@ -107,6 +104,20 @@ class Feedback:
             raise ValueError(
                 f"error feedback needs a Gram matrix [{inputs}, {inputs}], not of {len(self.order)} inputs"
             )
+
+
+def damping_of(energy: Tensor) -> Tensor:
+    """What is added to the diagonal of a Gram matrix, `[in]`, given its own `energy` `[in]` in units of the mean."""
+    return DAMPING * energy + _SILENT
+
+
+def correlation_factor(correlation: Tensor) -> tuple[Tensor, float]:
+    """Lower triangular factor `[in, in]` fp32 of a damped correlation matrix `[in, in]` fp32, and its determinant to
+    the power of 1 / in. Raises `LinAlgError` for a matrix that is not positive definite."""
+    factor, failed = torch.linalg.cholesky_ex(correlation)
+    if int(failed):
+        factor = torch.linalg.cholesky(correlation.double()).float()
+    return factor, factor.diagonal().double().log().mean().mul(2).exp().item()
 
 
 class Coded(NamedTuple):

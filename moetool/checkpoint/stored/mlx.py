@@ -108,7 +108,7 @@ class Joined(DecodedMatrix):
         return torch.cat(found)
 
     def _expert(self, spans: Spans, expert: int, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of one expert's part."""
+        """Read rows `start` to `stop` of the matrix of one expert, `[stop - start, in]`."""
         outs = [own.shape[-2] for own in self.matrices]
         if self.lies == PLAIN:
             parts, before = [], 0
@@ -254,7 +254,7 @@ class _Files:
                 yield MlxMatrix(name, held.shape, held.dtype, held.parts, held)
 
     def _latent(self) -> Iterator[DecodedMatrix]:
-        """Projections that mlx-lm has cut in two."""
+        """Yield `kv_b_proj` of every layer of latent attention, which mlx-lm has cut in keys and values."""
         for name in self.tensors:
             if not name.endswith(f".{_KEYS}.{CODES}"):
                 continue
@@ -282,7 +282,7 @@ class _Files:
                     yield self._one_tensor(f"{module}.{CODES}", held, lies)
 
     def _joined(self) -> Iterator[DecodedMatrix]:
-        """Experts that share a tensor on the hub."""
+        """Yield the tensors that hold all experts of a layer on the hub, of which mlx-lm has one for each role."""
         if (family := self.experts) is None:
             return
         held: dict[tuple[int, str], dict[Role, str]] = {}

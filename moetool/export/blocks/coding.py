@@ -7,12 +7,15 @@ with few levels every row is stretched until its output is as large as it was (`
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from moetool.architectures import Role
+from moetool.calibration.output_metric import ExpertMetric
+from moetool.checkpoint.writer import check_finite
 from moetool.export.blocks.blocked import Blocked, first_scales, inverse, nearest_blocks, with_scales
 from moetool.export.blocks.descent import Descent
 from moetool.export.blocks.feeding import fed_back
@@ -60,6 +63,28 @@ def block_codes(
             rows.add(parts[-1].decoded().T)
         return Blocked.joined(parts)
     return Blocked.joined([_chosen(part.float().T.contiguous(), kind, given, width) for part in matrix.split(step)])
+
+
+def expert_codes(
+    matrices: Iterable[tuple[str, Role, Tensor, BlockLayout]], given: PreparedGram | None, metric: ExpertMetric
+) -> Iterator[tuple[str, Blocked]]:
+    """Yield matrices of an expert in blocks, each making good for the errors of those before it.
+
+    Args:
+        matrices: on the same inputs: name, role, `[out, in]` where they are to be coded, and kind of blocks.
+        given: their inputs.
+        metric: how errors count together.
+
+    Raises:
+        InvalidInputError: numbers that are not finite.
+    """
+    errors = dict[Role, Tensor]()
+    for name, role, matrix, kind in matrices:
+        check_finite(name, matrix)
+        whole = matrix.float()
+        blocked = block_codes(metric.target(role, whole, errors), kind, given, metric.rows(role))
+        errors[role] = whole - blocked.decoded().T
+        yield name, blocked
 
 
 def preparing_inputs(shape: Sequence[int], tokens: int) -> Work:

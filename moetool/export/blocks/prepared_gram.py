@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from moetool.export.blocks.lattice import TOGETHER
-
-_DAMPING = 0.01  # of every input's own energy: relative to the mean it would drown ordinary inputs beside outliers
-_SILENT = 1e-6  # share of the mean energy that inputs without any are given
+from moetool.numerics.error_feedback import correlation_factor, damping_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class PreparedGram:
         if not energy > 0:
             return None
         scaled = torch.div(gram, energy, out=torch.empty_like(gram, dtype=torch.float32))
-        damping = scaled.diagonal() * _DAMPING + _SILENT
+        damping = damping_of(scaled.diagonal())
         scaled.diagonal().add_(damping)
         together = math.gcd(size, TOGETHER)
         first = scaled.diagonal().unflatten(0, (-1, together)).sum(1).argsort(descending=True, stable=True) * together
@@ -61,10 +59,7 @@ class PreparedGram:
         back, size_of = order.flip(0), scaled.diagonal().sqrt()
         unit = (1 / size_of)[back]
         correlation = scaled[back][:, back].mul_(unit).mul_(unit[:, None])
-        factor, failed = torch.linalg.cholesky_ex(correlation)
-        if int(failed):
-            factor = torch.linalg.cholesky(correlation.double()).float()
-        flatness = factor.diagonal().double().log().mean().mul(2).exp().item()
+        factor, flatness = correlation_factor(correlation)
         factor = factor.flip(0, 1).mul_(size_of[order][:, None]).contiguous()
         return cls(scaled, order, factor, damping, energy, flatness)
 

@@ -24,7 +24,7 @@ from moetool.calibration.row_moments import ProjectionMetric, row_moments_path
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import check_finite
-from moetool.export.blocks.coding import block_codes
+from moetool.export.blocks.coding import block_codes, expert_codes
 from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import GgufTensor
@@ -137,16 +137,11 @@ class CodedLayers:
         self, names: Mapping[Role, str], matrices: Sequence[Tensor], inputs: PreparedGram | None, metric: ExpertMetric
     ) -> list[Tensor]:
         """Blocks of an expert's matrices on the same inputs, by role, of which each makes good for those before it."""
-        found, errors = list[Tensor](), dict[Role, Tensor]()
-        for (role, name), matrix in zip(names.items(), matrices, strict=True):
-            check_finite(name, matrix)
-            whole = matrix.to(self._job.device).float()
-            target = metric.target(role, whole, errors)
-            kind = self._kind(name)
-            blocks = block_codes(target, kind, inputs, metric.rows(role))
-            errors[role] = whole - blocks.decoded().T
-            found.append(packed(blocks, kind))
-        return found
+        placed = (
+            (name, role, matrix.to(self._job.device), self._kind(name))
+            for (role, name), matrix in zip(names.items(), matrices, strict=True)
+        )
+        return [packed(blocked, self._kind(name)) for name, blocked in expert_codes(placed, inputs, metric)]
 
     def _coded(self, names: Sequence[str], matrices: Sequence[Tensor], inputs: PreparedGram | None) -> list[Tensor]:
         """Blocks of matrices on the same inputs; those of one type go together."""

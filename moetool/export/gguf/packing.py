@@ -1,4 +1,4 @@
-"""The bytes of matrices in llama.cpp's blocks."""
+"""Matrices in llama.cpp's blocks become the bytes that a GGUF file holds."""
 
 import numpy as np
 import torch
