@@ -151,10 +151,6 @@ class Architecture(DecoderLayers):
         """Shape of the router's weight: one row for each expert, and for whatever else it routes to."""
         return self.router_shape or (self.shape.experts, self.hidden)
 
-    def layer_path(self, layer: int) -> str:
-        """`model.layers.3`, the path of a decoder layer's module in memory."""
-        return (self.layer_module or self.layer).format(layer=layer)
-
     def block_prefix(self, layer: int) -> str:
         """`model.layers.3.block_sparse_moe.`, the whole MoE block on disk: router, experts and what else there is."""
         return self.layer_prefix(layer) + (f"{self.block}." if self.block else "")

@@ -17,6 +17,11 @@ class DecoderLayers:
 
     layers: int
     layer: str
+    layer_module: str
+
+    def layer_path(self, layer: int) -> str:
+        """`model.layers.3`, the path of a decoder layer's module in memory."""
+        return (self.layer_module or self.layer).format(layer=layer)
 
     def layer_prefix(self, layer: int) -> str:
         """The beginning of all tensor names of a decoder layer, such as `model.layers.3.`, with its dot."""

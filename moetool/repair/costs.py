@@ -11,7 +11,7 @@ from moetool.architectures import Architecture
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
-from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, writing
+from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, loading, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import WRITE, Phase, Phases
@@ -19,7 +19,7 @@ from moetool.format.beside import TENSORS, quantized_beside, quantized_name, wei
 from moetool.format.kinds.moefied import is_selector
 from moetool.job.job import Source
 from moetool.job.plan import experts_at_once
-from moetool.repair.options import RepairOptions, Trained
+from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
 from moetool.runtime.dense import DenseModel
 from moetool.runtime.loading import loading_memory
@@ -28,6 +28,9 @@ NOTE, REPAIR = "Original", "Repair"
 _SCALES = TENSORS[1]
 # Activations of a token in hidden sizes: of a layer that is being computed again, and of one that is kept whole.
 _KEPT, _KEPT_WHOLE = 60, 40
+
+# Of a layer in fp32: itself and the pieces that it is read in; and what is made of it and its gradient.
+_READ, _CHANGED = 2, 2
 
 # Of each trained number, beside itself: its copy, its gradient there and in the model, two means of Adam, the input's
 # value, and the best so far with the one before it.
@@ -39,7 +42,7 @@ TRAINING_BYTES = 100_000_000
 def trained_numbers(source: Source, trains: Trained) -> int:
     """Numbers of a model that can change, those that `training.choose` takes: its routers; with `small` also its
     vectors (norms, biases) and what its compressed matrices are made of beside codes; with `all`, all but embeddings
-    and head."""
+    and head; with `lora`, what is added to these, too."""
     architecture, reader = source.architecture, source.experts
     whole = {
         architecture.weight_name(layer, expert, role)
@@ -54,18 +57,28 @@ def trained_numbers(source: Source, trains: Trained) -> int:
 
     made = reader.names - whole
 
-    def changes(name: str, shape: Sequence[int]) -> bool:
-        if len(shape) > 1 and math.prod(shape) == 1:
-            return False  # a placeholder
-        if trains != "small":
-            return name not in ends if trains == "all" else name.startswith(routers)
-        return name in made or name in beside or len(shape) == 1 or name.startswith(routers)
+    def changing(name: str, shape: Sequence[int]) -> int:
+        numbers = math.prod(shape)
+        if len(shape) > 1 and numbers == 1:
+            return 0  # a placeholder
+        if name.startswith(routers):
+            return numbers
+        if trains in ("all", "lora"):
+            return 0 if name in ends else low_rank_numbers(shape) if trains == "lora" else numbers
+        is_small = name in made or name in beside or len(shape) == 1
+        return numbers if is_small and trains == "small" else 0
 
     return sum(
-        math.prod(info.shape)
-        for name, info in source.checkpoint.tensors.items()
-        if info.dtype.is_floating_point and changes(name, info.shape)
+        changing(name, info.shape) for name, info in source.checkpoint.tensors.items() if info.dtype.is_floating_point
     )
+
+
+def low_rank_numbers(shape: Sequence[int]) -> int:
+    """Numbers of what is added to a tensor, a matrix or several `[…, rows, columns]`, or of the tensor if it is not
+    larger than what would be added."""
+    *several, rows, columns = (1, *shape)
+    full = math.prod(several) * rows * columns
+    return math.prod(several) * RANK * (rows + columns) if min(rows, columns) > RANK else full
 
 
 def _stored_scales(checkpoint: Checkpoint) -> int:
@@ -142,15 +155,24 @@ class TrainedModel:
     trained: int
     decoded: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the model and what is kept of each number that changes, with codes as they are stored."""
+        return self.loaded + TRAINED_BYTES * self.trained
+
     @classmethod
     def of(cls, source: Source, trains: Trained) -> Self:
         """The sizes of a compressed model, from its headers."""
-        loaded, trained = loading_memory(source.checkpoint, torch.float32).needed, trained_numbers(source, trains)
-        if trains == "small" and (scales := _stored_scales(source.checkpoint)):
-            shape = source.experts.shape
-            of_layer = shape.experts * len(shape.entering) * math.prod(shape.matrix("up"))
-            loaded, trained = loaded + 2 * torch.float32.itemsize * of_layer, trained + scales
-        return cls(loaded, trained, decoded_size(source))
+        memory, trained = loading_memory(source.checkpoint, torch.float32), trained_numbers(source, trains)
+        scales = _stored_scales(source.checkpoint) if trains == "small" else 0
+        changed = _CHANGED * memory.layer if scales or trains == "lora" else 0
+        return cls(memory.needed + changed, trained + scales, decoded_size(source))
+
+    @classmethod
+    def streamed(cls, checkpoint: Checkpoint, trained: int) -> Self:
+        """The sizes of a model of which one layer is in memory at a time, by how many numbers of it change."""
+        memory = loading_memory(checkpoint, torch.float32)
+        return cls(memory.outside + (_READ + _CHANGED) * memory.layer, trained, 0)
 
     @classmethod
     def of_moefied(cls, checkpoint: Checkpoint, trains: Trained) -> Self:
@@ -158,43 +180,57 @@ class TrainedModel:
         change, and with `all` the matrices but embeddings, head and selectors."""
         vocabulary = whole_number(checkpoint.settings, "vocab_size")
 
-        def changes(name: str, shape: Sequence[int]) -> bool:
-            if math.prod(shape) == 1 or is_selector(name):
-                return False  # or a placeholder
-            return len(shape) == 1 or (trains == "all" and shape[0] != vocabulary)
+        def changing(name: str, shape: Sequence[int]) -> int:
+            numbers = math.prod(shape)
+            if numbers == 1 or is_selector(name):
+                return 0  # or a placeholder
+            if len(shape) == 1:
+                return numbers
+            if trains == "small" or shape[0] == vocabulary:
+                return 0
+            return low_rank_numbers(shape) if trains == "lora" else numbers
 
         trained = sum(
-            math.prod(info.shape)
-            for name, info in checkpoint.tensors.items()
-            if info.dtype.is_floating_point and changes(name, info.shape)
+            changing(name, info.shape) for name, info in checkpoint.tensors.items() if info.dtype.is_floating_point
         )
-        return cls(loading_memory(checkpoint, torch.float32).needed, trained, 0)
+        memory = loading_memory(checkpoint, torch.float32)
+        return cls(memory.needed + (_CHANGED * memory.layer if trains == "lora" else 0), trained, 0)
 
     @classmethod
-    def most(cls, source: Source, nbytes: int, share: float) -> Self:
+    def most(cls, source: Source, nbytes: int, share: float, trains: Trained) -> Self:
         """The largest sizes of what a compression can make of a model: `nbytes` of weight files, with a `share` of the
-        experts' bytes in numbers of floating point."""
+        experts' bytes in numbers of floating point. Only of experts that are stored in full it `trains` more than what
+        is small."""
+        if trains == "lora":
+            memory = loading_memory(source.checkpoint, torch.float32)
+            return cls(
+                nbytes * 4 // source.dtype.itemsize + _CHANGED * memory.layer, trained_numbers(source, trains), 0
+            )
         reader, item = source.experts, source.dtype.itemsize
         experts = max(0, nbytes - source.bytes_beside_experts)
         decoded = 4 * len(reader.moe_layers) * reader.shape.expert_parameters * (reader.shape.experts + 1)
-        in_full = share == 1.0  # attention, too, of what may have experts in full
-        beside = trained_numbers(source, "all" if in_full else "small")
-        if in_full:
+        beside = trained_numbers(source, trains)
+        if trains == "all":
             beside -= sum(math.prod(source.checkpoint.info(name).shape) for name in reader.names)
         numbers = nbytes - experts + round(share * experts)  # codes stay as they are stored
         return cls(nbytes - numbers + numbers * 4 // item, round(share * experts / item) + beside, decoded)
 
 
-def repair_phases(size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int) -> Phases:
+def repair_phases(
+    size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int, *, again: bool = False
+) -> Phases:
     """The phases of a repair, for which an original of this size predicts so many windows: forwards, then for each step
     forwards, again, and backwards, with evaluations before and between; and writing so many bytes of so many
-    tensors."""
+    tensors. Layers may have to be read `again` in every pass."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
     evaluations = 1 + min(options.evaluations, options.steps)
     held_out = CalibrationCost(evaluations * 2 * options.held_out, options.sequence_length, 4)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
     steps += calibration_forward(held_out, size)
+    if again:
+        batches = 2 * -(-options.held_out // options.batch_size)
+        steps += loading(size) * (2 * options.steps + evaluations * batches)
     return (
         Phase(NOTE, calibration_forward(read, size)),
         Phase(REPAIR, steps),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from moetool.checkpoint.files import save_tensors, write_bytes
 from moetool.checkpoint.gguf_model import GgufModel
@@ -37,7 +36,8 @@ from moetool.runtime.loading import loading_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moetool.repair.masters import Blocks, Master
+    from moetool.repair.masters import Blocks
+    from moetool.repair.trainee import Trainee
 
 _ROUTER = "ffn_gate_inp.weight"
 
@@ -46,7 +46,7 @@ class GgufStudent(Student):
     """Trains scales, norms and routers of a GGUF file, and writes the file again with these."""
 
     def __init__(self, source: GgufInput, original: Checkpoint, options: RepairOptions) -> None:
-        super().__init__(_teaching(source, original, options), options)
+        super().__init__(source.checkpoint, _teaching(source, original, options), options)
         self.source, self._original = source, original
 
     @cached_property
@@ -56,8 +56,10 @@ class GgufStudent(Student):
     @property
     def trains(self) -> Trained:
         wanted = self.options.train
-        if wanted == "all":
-            raise UsageError("--train all: codes in a GGUF file stay as they are. Use --train small, or leave it out.")
+        if wanted in ("lora", "all"):
+            raise UsageError(
+                f"--train {wanted}: codes in a GGUF file stay as they are. Use --train small, or leave it out."
+            )
         if wanted == "routers" and not self.teaching.has_routers:
             raise UsageError("--train routers: this model has no routers. Leave it out.")
         return "routers" if wanted == "routers" else "small"
@@ -89,27 +91,29 @@ class GgufStudent(Student):
     def scratch_bytes(self) -> int:
         return sum(4 * math.prod(info.shape) for info in self.source.checkpoint.tensors.values())
 
-    def load(self, job: Job[Any]) -> "PreTrainedModel":
+    def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
+        from moetool.repair.masters import block_factors, copies
+        from moetool.repair.trainee import Trainee
+        from moetool.repair.training import choose
+        from moetool.repair.weights import HeldWeights
         from moetool.runtime.loading import load_model
 
-        directory = self._directory(job)
+        source, directory = self.source.model, self._directory(job)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._file.write(directory, weights=True)
         model = load_model(Checkpoint.open(directory), torch.float32, job.device)
         for file in (*directory.glob("*.safetensors"), directory / INDEX):
             file.unlink()
-        return model
-
-    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
-        from moetool.repair.masters import block_factors, copies
-        from moetool.repair.training import choose
-
-        source = self.source.model
         told = {*source.constants, *chain(*source.numbers.values())}  # which stay in the metadata
         chosen = {name: parameter for name, parameter in choose(model, self.trains).items() if name not in told}
         factors = block_factors(model, self._blocks(model)) if self.trains == "small" else {}
-        return {**copies(chosen, torch.float32), **factors}
+        return Trainee(HeldWeights(model, self._paths), {**copies(chosen, torch.float32), **factors})
+
+    @property
+    def _paths(self) -> list[str]:
+        source = self.source.model
+        return [source.layer.format(layer=layer) for layer in range(source.layers)]
 
     def _blocks(self, model: "PreTrainedModel") -> "Iterator[Blocks]":
         """Iterate over the model's matrices that the file can hold in block types, with the block size of each in
@@ -118,9 +122,8 @@ class GgufStudent(Student):
         from moetool.runtime.modules.insertion import fused_experts, paths_in
 
         source, moe = self.source.model, self.source.model.moe
-        paths = [source.layer.format(layer=layer) for layer in range(source.layers)]
-        places = paths_in(model, paths)
-        for layer, path in enumerate(paths):
+        places = paths_in(model, self._paths)
+        for layer, path in enumerate(self._paths):
             module, changes = model.get_submodule(places[path]), source.changes(layer)
             for inside, names in source.projections(layer).items():
                 is_transposed = inside in changes and changes[inside].is_transposed
@@ -139,13 +142,9 @@ class GgufStudent(Student):
         sizes = [kind.numbers for kind in kinds if kind is not None]
         return max(sizes) if sizes and len(sizes) == len(names) else None
 
-    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
+    def write(self, job: Job[Any], trainee: "Trainee", facts: CalibrationFacts) -> None:
         directory, file = self._directory(job), job.output / MODEL
-        state = model.to("cpu").state_dict()
-        # What transformers renames is not always so called in files: Kimi Linear's first layer, which has no experts.
-        made: dict[str, Tensor] = {**state, **revert_weight_conversion(model, state)}
+        made = trainee.whole()
         held = self.source.checkpoint.tensors
         save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
         trained = Checkpoint.open(directory)

@@ -1,12 +1,17 @@
-"""What a repair takes its steps on: fp32 copies of a model's parameters, and factors of blocks of them."""
+"""What a repair takes its steps on: fp32 copies of parameters, factors of their blocks, and what is added to them."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TINY = 1e-8  # root mean square that counts as one of zero
 _LEAST = 0.05  # of a block's factor: one of zero or less is no way for a scale to go
 
 
@@ -42,9 +47,8 @@ class NumbersMaster(Master):
 
     def __init__(self, parameter: Tensor, stored: torch.dtype) -> None:
         own = parameter.detach().float()
-        self._parameter, self._size = parameter, own.square().mean().sqrt().clamp_min(1e-8)
-        # Numbers that a coarser dtype holds exactly are stored in it.
-        self._dtype = stored if own.to(stored).float().equal(own) else torch.float32
+        self._parameter, self._size = parameter, own.square().mean().sqrt().clamp_min(_TINY)
+        self._dtype = _dtype_of(own, stored)
         self.numbers = nn.Parameter(own / self._size)
 
     @property
@@ -66,49 +70,87 @@ class NumbersMaster(Master):
         self.numbers.grad = None if gradient is None else gradient.float() * self._size
 
 
-class BlockFactors(Master):
-    """Factors of a matrix's blocks, each of so many numbers that follow each other among the inputs of one output.
+class Change(Master):
+    """Numbers by which the model changes a weight, which itself stays as it is, whenever it computes with it."""
 
-    The matrix stays what it was times these: of `[…, out, in]` there are `[…, out, in / block]`. Its own gradient, as
-    large as itself, is summed as soon as it is there.
-    """
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = nn.Parameter(numbers)
 
-    def __init__(self, parameter: Tensor, block: int, *, is_transposed: bool = False) -> None:
-        """Of a matrix or several `[…, out, in]`; `[…, in, out]` if `is_transposed`."""
-        self._parameter, self._block, self._is_transposed = parameter.requires_grad_(True), block, is_transposed
-        blocks = self._blocks(parameter.detach())
-        self._held = torch.ones(blocks.shape[:-1], device=parameter.device)
-        self._gradient = torch.zeros_like(self._held)
-        self.numbers = nn.Parameter(self._held.clone())
-        parameter.register_post_accumulate_grad_hook(self._sum)
-
-    def _blocks(self, tensor: Tensor) -> Tensor:
-        """View of a tensor like the parameter, `[…, out, blocks, numbers]`."""
-        return (tensor.mT if self._is_transposed else tensor).unflatten(-1, (-1, self._block))
-
-    @torch.no_grad()
-    def _sum(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        moved = self._blocks(parameter.grad) * self._blocks(parameter)
-        self._gradient += moved.sum(-1) / self._held
-        parameter.grad = None
+    @abstractmethod
+    def made(self, weight: Tensor) -> Tensor:
+        """What the model computes with in place of a weight. Gradients reach the numbers through it."""
 
     @property
     def values(self) -> Tensor:
-        return self._held.clone()
+        return self.numbers.detach().clone()
 
     @torch.no_grad()
     def set(self, values: Tensor) -> None:
-        self._blocks(self._parameter).mul_((values / self._held).unsqueeze(-1))
-        self._held.copy_(values)
         self.numbers.copy_(values)
 
     def give(self) -> None:
-        self.set(self.numbers.detach().clamp_min(_LEAST))
+        """The model computes with these numbers themselves."""
+
+    def take_gradient(self) -> None:
+        """Gradients are those of these numbers."""
+
+
+class BlockFactors(Change):
+    """Factors of a matrix's blocks, each of so many numbers that follow each other among the inputs of one output: of
+    `[…, out, in]` there are `[…, out, in / block]`."""
+
+    def __init__(self, weight: Tensor, block: int, device: torch.device, *, is_transposed: bool = False) -> None:
+        """Of a matrix or several `[…, out, in]`; `[…, in, out]` if `is_transposed`."""
+        *several, out, inputs = (weight.mT if is_transposed else weight).shape
+        super().__init__(torch.ones(*several, out, inputs // block, device=device))
+        self._block, self._is_transposed = block, is_transposed
+
+    def made(self, weight: Tensor) -> Tensor:
+        if self._is_transposed:
+            return (weight.unflatten(-2, (-1, self._block)) * self.numbers.mT.unsqueeze(-2)).flatten(-3, -2)
+        return (weight.unflatten(-1, (-1, self._block)) * self.numbers.unsqueeze(-1)).flatten(-2)
 
     @torch.no_grad()
-    def take_gradient(self) -> None:
-        self.numbers.grad, self._gradient = self._gradient, torch.zeros_like(self._gradient)
+    def give(self) -> None:
+        self.numbers.clamp_(min=_LEAST)
+
+
+class LowRank(Change):
+    """A product of two thin matrices that is added to a weight (LoRA, arXiv:2106.09685), in units of the root mean
+    square of its numbers.
+
+    A weight `[…, rows, columns]` has `[…, rank, columns]`, random and normal, and `[…, rank, rows]`, zero at first, in
+    one tensor. Both are trained.
+    """
+
+    def __init__(self, weight: Tensor, rank: int, stored: torch.dtype, stream: torch.Generator) -> None:
+        """Of a weight that is `stored` in a dtype where that holds it."""
+        *several, rows, self._columns = weight.shape
+        right = torch.randn(*several, rank, self._columns, generator=stream).to(weight.device)
+        super().__init__(torch.cat([right, right.new_zeros(*several, rank, rows)], -1))
+        self._scale = float(weight.detach().square().mean().sqrt().clamp_min(_TINY)) / math.sqrt(rank)
+        self._stored = _dtype_of(weight.detach(), stored)
+
+    def made(self, weight: Tensor) -> Tensor:
+        right, left = self.numbers.split([self._columns, self.numbers.shape[-1] - self._columns], -1)
+        return _Stored.apply(weight + left.mT @ (right * self._scale), self._stored)
+
+
+class _Stored(torch.autograd.Function):
+    """Numbers as a dtype holds them, on the way back as if they were themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return numbers.to(dtype).to(numbers.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _dtype_of(numbers: Tensor, stored: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers are stored: a coarser one only if it holds them exactly."""
+    return stored if numbers.to(stored).to(numbers.dtype).equal(numbers) else torch.float32
 
 
 class Blocks(NamedTuple):
@@ -125,12 +167,12 @@ class Blocks(NamedTuple):
     is_transposed: bool = False
 
 
-def block_factors(model: nn.Module, found: Iterable[Blocks]) -> dict[str, BlockFactors]:
+def block_factors(model: "PreTrainedModel", found: Iterable[Blocks]) -> dict[str, BlockFactors]:
     """Factors of the blocks of a model's parameters, by the names of these; of one that is found twice once."""
     names, made = {id(parameter): name for name, parameter in model.named_parameters()}, dict[str, BlockFactors]()
     for weight, block, is_transposed in found:
         if block is not None and isinstance(weight, nn.Parameter) and (name := names[id(weight)]) not in made:
-            made[name] = BlockFactors(weight, block, is_transposed=is_transposed)
+            made[name] = BlockFactors(weight, block, model.device, is_transposed=is_transposed)
     return made
 
 

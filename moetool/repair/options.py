@@ -7,12 +7,13 @@ from pydantic import Field
 from moetool.checkpoint.sizes import Part
 from moetool.job.options import RunOptions, TextOptions
 
-Trained = Literal["routers", "small", "all"]
+Trained = Literal["routers", "small", "lora", "all"]
 # By default: rates of the small tensors and of all, and weights of the routers' divergence. With all experts it so
 # comes to two or three times that of predictions; where fewer are left it tells less.
 RATE, RATE_IN_FULL = 0.002, 0.003
 # Up to so many layers. Adam moves all by as much, and what they change adds up: in more layers each moves by less.
 RATE_LAYERS = 8
+RANK = 16  # of what is added to a matrix
 ROUTING, ROUTING_OF_FEWER = 80.0, 20.0
 
 
@@ -20,11 +21,13 @@ class RepairOptions(RunOptions, TextOptions):
     """Options of repair: towards which model, on which text, for how many steps and at which rate."""
 
     to: str = Field(description="The model that the input was made of: a directory or hub id.")
-    train: Literal["auto", "routers", "small", "all"] = Field(
+    train: Literal["auto", "routers", "small", "lora", "all"] = Field(
         "auto",
         description="What changes. routers: these alone, as in Router KD. small: norms, biases, routers, scales, "
-        "factors, bases, and values in place of skipped neurons. all: these, attention and experts that are stored in "
-        "full. auto: all where there are such experts, as after reap or in a moefied model; else small.",
+        "factors, bases, and values in place of skipped neurons. lora: these, and low-rank updates of attention and "
+        "experts that are stored in full, which become part of them. all: these, attention and experts that are stored "
+        "in full. auto: where there are such experts, as after reap or in a moefied model, all, or lora if all takes "
+        "more than --memory; else small.",
     )
     steps: int = Field(60, ge=1, description="Optimizer steps.")
     batch_size: int = Field(4, ge=1, description="Windows per step.")

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -19,20 +19,17 @@ from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.manifest import manifest_of, noted_in
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.costs.calibration_cost import baseline
 from moetool.costs.phases import Phases
 from moetool.errors import InvalidInputError, UsageError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import Job, Source
 from moetool.job.options import RunOptions
-from moetool.job.plan import Plan, usable_bytes
+from moetool.job.plan import Plan
 from moetool.job.progress import BATCHES, phase
 from moetool.job.result import Json, Sizes
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.repair.costs import (
     NOTE,
-    TRAINED_BYTES,
-    TRAINING_BYTES,
     StreamedOriginal,
     TrainedModel,
     noted_bytes,
@@ -46,14 +43,27 @@ from moetool.repair.students import CheckpointStudent, MoefiedStudent, MoEStuden
 from moetool.repair.teaching import Teaching
 from moetool.repair.texts import Texts, draw_texts
 
-if TYPE_CHECKING:
-    pass
-
 _RESULT = TypeAdapter(RepairResult)
 _LOGITS = 4  # copies of a window's logits while they are noted
 # What a model and the one that it was made of have in common, whatever became of its experts.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _FROM_DENSE = "`moetool tune --teacher` lets it learn from its dense model."
+
+
+class _Memory(NamedTuple):
+    """Bytes of memory that a repair takes. Plan and run go by one answer.
+
+    Attributes:
+        original: while the original predicts.
+        training: while the model is trained.
+        holds_decoded: whether codes are held decoded meanwhile. They round otherwise if they are.
+        streams: whether one layer of the model is in memory at a time.
+    """
+
+    original: int
+    training: int
+    holds_decoded: bool
+    streams: bool
 
 
 class Repair(Stage[RepairOptions, RepairedSource]):
@@ -131,35 +141,37 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _rate(self) -> float:
-        default = RATE_IN_FULL if self._student.trains == "all" else RATE
+        default = RATE_IN_FULL if self._student.trains in ("lora", "all") else RATE
         default *= RATE_LAYERS / max(RATE_LAYERS, self._teaching.size.layers)
         return self.options.learning_rate or float(f"{default:.2g}")
 
     @cached_property
-    def _memory(self) -> tuple[int, int, bool]:
-        """Bytes of memory while the original predicts and while the model is trained, and whether codes are then held
-        decoded. They round otherwise if they are, so plan and run go by one answer."""
-        return self._needed(self._student.trained)
+    def _memory(self) -> "_Memory":
+        return self._needed(self._student.trained, self._student.streamed)
 
-    def _needed(self, model: TrainedModel) -> tuple[int, int, bool]:
-        options = self.options
-        logits = 4 * options.batch_size * options.sequence_length * self._vocabulary
-        second = baseline() + TRAINING_BYTES + model.loaded + 5 * logits + TRAINED_BYTES * model.trained
-        second += self._teaching.activation_bytes(options.batch_size * options.sequence_length)
-        holds = second + model.decoded <= usable_bytes(options)
-        return self._teacher.memory, second + model.decoded * holds, holds
+    def _needed(self, whole: TrainedModel, streamed: TrainedModel | None) -> "_Memory":
+        """The memory of a repair whose model is `whole` in memory, or where that takes more than there is, streamed."""
+        student, original = self._student, self._teacher.memory
+        if streamed is not None and not student.fits(whole):
+            return _Memory(original, student.training_bytes(streamed), holds_decoded=False, streams=True)
+        decoded = replace(whole, loaded=whole.loaded + whole.decoded)
+        holds = student.fits(decoded)
+        needed = student.training_bytes(decoded if holds else whole)
+        return _Memory(original, needed, holds_decoded=holds, streams=False)
 
     def memory_before(self, nbytes: int, share: float) -> tuple[int, int]:
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
         assert isinstance(self._student, CheckpointStudent)
-        first, second, _ = self._needed(self._student.most(nbytes, share))
-        return first, max(first, second)
+        streamed = self._student.streamed if share == 1 else None
+        needed = self._needed(self._student.most(nbytes, share), streamed)
+        return needed.original, max(needed.original, needed.training)
 
     def phases(self, nbytes: int) -> Phases:
         """The phases of the repair of a model that takes `nbytes` of weight files."""
         tensors = len(self.source.checkpoint.tensors)
-        return repair_phases(self._teaching.size, self.options, self._windows, nbytes, tensors)
+        again = self._memory.streams
+        return repair_phases(self._teaching.size, self.options, self._windows, nbytes, tensors, again=again)
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -182,9 +194,10 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if not has_routers and options.routing is not None:
             kind = "a dense model" if is_from_file else kind
             raise UsageError(f"--routing: {kind} has no routers. Leave it out.")
-        first, second, holds = self._memory
+        first, second = self._memory.original, self._memory.training
         details: dict[str, Json] = {
             "original": options.to,
+            "trains": self._student.trains,
             "original_memory_bytes": first,
             "training_memory_bytes": second,
             "learning_rate": self._rate,
@@ -192,13 +205,22 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if has_routers:
             details["experts_at_once"] = self._teacher.experts_at_once
             details["routing"] = self._teaching.routing if self._teaching.target else 0.0
-        if isinstance(self.source, Source):
+        if self._memory.streams:
+            details["weights"] = "of a layer at a time: to hold them all takes more memory"
+        elif self._student.trained.decoded:
             details["codes"] = (
-                "decoded once" if holds else "decoded in every step: to hold them decoded takes more memory"
+                "decoded once"
+                if self._memory.holds_decoded
+                else "decoded in every step: to hold them decoded takes more memory"
             )
-        less = "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less."
+        whole = "a layer at a time in memory" if self._memory.streams else "whole"
+        less = "A smaller --batch-size needs less."
         if first > second:
             less = "Fewer or shorter windows (--samples, --held-out, --sequence-length) need less."
+        elif self._student.trains == "all":
+            less = "--train lora needs less."
+        elif self._memory.holds_decoded:
+            less = "A --memory in which codes cannot be held decoded, or a smaller --batch-size, needs less."
         return Plan(
             stage=self.name,
             input_bytes=self._student.input_bytes + self._original.weight_bytes,
@@ -208,12 +230,12 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             phases=self.phases(self._student.input_bytes),
             details=details,
             advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
-            f"the model is trained, whole and in float32, which takes {format_bytes(second)}. {less}",
+            f"the model is trained, {whole} and in float32, which takes {format_bytes(second)}. {less}",
         )
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:
         from moetool.repair.teacher import NotedFile
-        from moetool.repair.training import Distilling, recompute_in_evaluation
+        from moetool.repair.training import Distilling
         from moetool.representations.decoded_once import decoded_once
 
         source, options = self.source.checkpoint, self.options
@@ -224,20 +246,18 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if job.unit("original"):
             self._note(job, noted, texts)
             job.finish("original", made=[noted])
-        model = self._student.load(job)
-        masters = self._student.masters(model)
+        trainee = self._student.trainee(job, streams=self._memory.streams)
         if job.unit("train"):
-            recompute_in_evaluation(model)
             with ExitStack() as stack:
-                if self._memory[2]:
-                    stack.enter_context(decoded_once(model))
+                if self._memory.holds_decoded:
+                    stack.enter_context(decoded_once(trainee.model))
                 settled = options.model_copy(update={"learning_rate": self._rate, "routing": self._teaching.routing})
                 slows = options.learning_rate is None
-                training = Distilling(model, masters, texts, NotedFile(noted), settled, slows=slows)
+                training = Distilling(trainee, texts, NotedFile(noted), settled, slows=slows)
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(
-                trained_parameters=sum(master.numbers.numel() for master in masters.values()),
+                trained_parameters=sum(master.numbers.numel() for master in trainee.masters.values()),
                 kept_step=outcome.step,
                 kl_before=outcome.before,
                 kl_after=outcome.after,
@@ -250,9 +270,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             job.finish("train", made=[learnt], spent=[noted], told=_told(told))
         result = job.workspace.told("train")
         values = load_file(learnt)
-        for name, master in masters.items():
+        for name, master in trainee.masters.items():
             master.set(values[name].to(job.device))
-        self._student.write(job, model, texts.facts)
+        self._student.write(job, trainee, texts.facts)
         return replace(_RESULT.validate_python(result), calibration=texts.facts)
 
     def verify(self, output: Path) -> Sizes:

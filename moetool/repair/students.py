@@ -10,36 +10,56 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moetool.architectures import Architecture
+from moetool.architectures.base import whole_number
+from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
+from moetool.costs.calibration_cost import baseline
 from moetool.errors import UsageError
+from moetool.format.marker import moetool_entry
 from moetool.job.job import Input, Job, Source
+from moetool.job.plan import usable_bytes
 from moetool.job.result import CalibrationFacts, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan, by_layer
 from moetool.job.stage import refuse_lost
 from moetool.job.writing import passed_on, write_checkpoint
-from moetool.repair.costs import TrainedModel
+from moetool.repair.costs import TRAINING_BYTES, TrainedModel
 from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.sources import MoefiedSource
 from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
+from moetool.runtime.building import recomputes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from moetool.repair.masters import Master
+    from moetool.repair.trainee import Trainee
+    from moetool.repair.weights import Weights
+
+_LOGITS = 5  # copies of a batch's logits while their loss and its gradient are computed
 
 
 class Student(ABC):
     """A model that is repaired.
 
     Attributes:
+        checkpoint: what it is read from, or as.
         teaching: what it learns, and from which original.
         options: of the repair.
     """
 
-    def __init__(self, teaching: Teaching, options: RepairOptions) -> None:
-        self.teaching, self.options = teaching, options
+    def __init__(self, checkpoint: Checkpoint, teaching: Teaching, options: RepairOptions) -> None:
+        self.checkpoint, self.teaching, self.options = checkpoint, teaching, options
+
+    def training_bytes(self, model: TrainedModel) -> int:
+        """Bytes of memory while a model of these sizes is trained, with codes as they are stored."""
+        tokens = self.options.batch_size * self.options.sequence_length
+        logits = _LOGITS * 4 * tokens * (whole_number(self.checkpoint.settings, "vocab_size") or 0)
+        return baseline() + TRAINING_BYTES + model.nbytes + logits + self.teaching.activation_bytes(tokens)
+
+    def fits(self, model: TrainedModel) -> bool:
+        """Whether a model of these sizes can be trained in the memory that the options allow."""
+        return self.training_bytes(model) <= usable_bytes(self.options)
 
     @property
     @abstractmethod
@@ -51,6 +71,11 @@ class Student(ABC):
     @abstractmethod
     def trained(self) -> TrainedModel:
         """What training takes: bytes of the loaded model, and how many numbers of it change."""
+
+    @property
+    def streamed(self) -> TrainedModel | None:
+        """What training takes with one layer in memory at a time; `None` where that cannot be."""
+        return None
 
     @property
     @abstractmethod
@@ -68,15 +93,12 @@ class Student(ABC):
         return 0
 
     @abstractmethod
-    def load(self, job: Job[Any]) -> "PreTrainedModel":
-        """Load the whole model in fp32, onto the job's device."""
+    def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
+        """Load the model in fp32, onto the job's device, whole or if it `streams` without its layers. Raises
+        `UsageError` where nothing can be trained."""
 
     @abstractmethod
-    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
-        """What steps are taken on, by name of the parameters. Raises `UsageError` where nothing can be trained."""
-
-    @abstractmethod
-    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
+    def write(self, job: Job[Any], trainee: "Trainee", facts: CalibrationFacts) -> None:
         """Write what was read, with the trained values in their places."""
 
     def verify(self, output: Path) -> Sizes | None:
@@ -106,8 +128,8 @@ class CheckpointStudent(Student):
     """A model in the files of a checkpoint: the result has the names, shapes and dtypes of its tensors."""
 
     def __init__(self, source: Input, teaching: Teaching, options: RepairOptions) -> None:
-        super().__init__(teaching, options)
-        self._checkpoint, self._dtype = source.checkpoint, source.dtype
+        super().__init__(source.checkpoint, teaching, options)
+        self._dtype = source.dtype
 
     @abstractmethod
     def most(self, nbytes: int, share: float) -> TrainedModel:
@@ -118,54 +140,83 @@ class CheckpointStudent(Student):
     def passed(self) -> Passed:
         """The layout of the input, which the output has, too."""
 
+    @cached_property
+    def streamed(self) -> TrainedModel | None:
+        """Layers are read as they are in the files, or decoded by another tool's codes."""
+        is_read = self.trains != "all" and not self._has_own_codes and recomputes(self.checkpoint)
+        return TrainedModel.streamed(self.checkpoint, self.trained.trained) if is_read else None
+
+    @property
+    def _has_own_codes(self) -> bool:
+        """Whether experts, or what is beside them, are in moetool's own forms."""
+        return False
+
     @property
     def input_bytes(self) -> int:
-        return self._checkpoint.weight_bytes
+        return self.checkpoint.weight_bytes
 
     @property
     def output_bytes(self) -> int:
         return self.passed().plan.nbytes
 
-    def load(self, job: Job[Any]) -> "PreTrainedModel":
+    @property
+    @abstractmethod
+    def architecture(self) -> Architecture | DenseArchitecture:
+        """What is known of the family."""
+
+    def _weights(self, job: Job[Any], *, streams: bool) -> "Weights":
+        from moetool.calibration.streaming import StreamedModel
+        from moetool.repair.weights import HeldWeights, StreamedWeights
         from moetool.runtime.loading import load_model
 
-        with described_in(self._checkpoint.path):
-            return load_model(self._checkpoint, torch.float32, job.device)
+        paths = map(self.architecture.layer_path, range(self.architecture.layers))
+        if streams:
+            return StreamedWeights(StreamedModel(self.checkpoint, self.architecture, torch.float32, job.device), paths)
+        with described_in(self.checkpoint.path):
+            return HeldWeights(load_model(self.checkpoint, torch.float32, job.device), paths)
 
-    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+    def _masters(self, weights: "Weights") -> "dict[str, Master]":
         from moetool.repair.masters import copies
-        from moetool.repair.training import choose
+        from moetool.repair.training import choose, low_rank
 
-        if not (chosen := choose(model, self.trains)):
+        found = copies(weights.keep(choose(weights.model, self.trains)), self._dtype)
+        if self.trains == "lora":
+            found |= low_rank(weights, found, self._dtype, self.options.seed)
+        return found
+
+    def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
+        from moetool.repair.trainee import Trainee
+
+        weights = self._weights(job, streams=streams)
+        if not (masters := self._masters(weights)):
             raise UsageError("This model has no norms, routers, scales or factors that could be trained.")
-        return copies(chosen, self._dtype)
+        return Trainee(weights, masters)
 
-    def write(self, job: Job[Any], model: "PreTrainedModel", facts: CalibrationFacts) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
+    def write(self, job: Job[Any], trainee: "Trainee", facts: CalibrationFacts) -> None:
         from moetool.repair.stored_scales import rescaled, stored_scales
 
         passed = self.passed()
-        made: dict[str, Tensor] = dict(revert_weight_conversion(model, model.to("cpu").state_dict()))
-        scales = stored_scales(self._checkpoint, passed.stored) if self.trains == "small" else {}
+        scales = stored_scales(self.checkpoint, passed.stored) if self.trains == "small" else {}
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
-            for spec in passed.plan.unit(layer):
+            specs = passed.plan.unit(layer)
+            made = trainee.trained(self.architecture.layer_of(specs[0].name))
+            for spec in specs:
                 own, new = passed.read(spec.name), made.get(spec.name)
                 if spec.name in scales and (coded := made.get(scales[spec.name][0])) is not None:
                     name, found = scales[spec.name]
-                    yield spec.name, rescaled(found, own, self._checkpoint.read(name), coded.detach())
+                    yield spec.name, rescaled(found, own, self.checkpoint.read(name), coded)
                 elif spec.name in passed.stored or new is None or not own.is_floating_point() or new.shape != own.shape:
                     yield spec.name, own
                 else:
-                    yield spec.name, new.detach().to(own.dtype)
+                    yield spec.name, new.to(own.dtype)
 
         write_checkpoint(
             job,
             passed.plan,
             tensors,
             config=passed.config,
-            provenance=passed_on(self._checkpoint),
+            provenance=passed_on(self.checkpoint),
             calibration=facts,
         )
 
@@ -179,21 +230,30 @@ class MoEStudent(CheckpointStudent):
 
     @cached_property
     def trains(self) -> Trained:
-        """By default all where experts are stored in full, unless in another tool's format, which would not stay in
-        it."""
+        """By default all that there is memory for where experts are stored in full, unless in another tool's format,
+        which would not stay in it."""
         reader, wanted = self.source.experts, self.options.train
         if wanted != "auto":
             return wanted
         is_stored = self.source.checkpoint.stored_entry is not None
-        is_full = not is_stored and any(reader.layout(layer).is_native for layer in reader.moe_layers)
-        return "all" if is_full else "small"
+        if is_stored or not any(reader.layout(layer).is_native for layer in reader.moe_layers):
+            return "small"
+        return "all" if self.fits(TrainedModel.of(self.source, "all")) else "lora"
 
-    def masters(self, model: "PreTrainedModel") -> "dict[str, Master]":
+    @property
+    def architecture(self) -> Architecture:
+        return self.source.architecture
+
+    @property
+    def _has_own_codes(self) -> bool:
+        return moetool_entry(self.checkpoint.config) is not None
+
+    def _masters(self, weights: "Weights") -> "dict[str, Master]":
         from moetool.repair.stored_scales import group_factors
 
-        found = super().masters(model)  # first, since it lets nothing else have gradients
-        if self.trains == "small" and self._checkpoint.forms:
-            found |= group_factors(self.source, model)
+        found = super()._masters(weights)
+        if self.trains == "small" and self.checkpoint.forms:
+            found |= group_factors(self.source, weights.model)
         return found
 
     @property
@@ -201,10 +261,15 @@ class MoEStudent(CheckpointStudent):
         return TrainedModel.of(self.source, self.trains)
 
     def most(self, nbytes: int, share: float) -> TrainedModel:
-        return TrainedModel.most(self.source, nbytes, share)
+        if share < 1:
+            return TrainedModel.most(self.source, nbytes, share, "small")
+        every = TrainedModel.most(self.source, nbytes, share, "all")
+        return every if self.fits(every) else TrainedModel.most(self.source, nbytes, share, "lora")
 
     def passed(self) -> Passed:
-        plan = OutputPlan(replace(self.source, keeps_stored=self.trains != "all"), {}, self.options.shard_size)
+        plan = OutputPlan(
+            replace(self.source, keeps_stored=self.trains not in ("lora", "all")), {}, self.options.shard_size
+        )
         return Passed(plan, plan.read, plan.stored, plan.config(self.source.checkpoint.config))
 
 
@@ -215,12 +280,20 @@ class MoefiedStudent(CheckpointStudent):
         super().__init__(source, TaughtByDense(source.checkpoint, original, options), options)
         self.source = source
 
-    @property
+    @cached_property
+    def architecture(self) -> DenseArchitecture:
+        return find_dense_architecture(self.source.checkpoint.config)
+
+    @cached_property
     def trains(self) -> Trained:
-        """All by default: neurons that are always skipped cost what those that are left can learn to do."""
-        if self.options.train == "routers":
+        """By default all that there is memory for: neurons that are always skipped cost what those that are left can
+        learn to do."""
+        wanted = self.options.train
+        if wanted == "routers":
             raise UsageError("--train routers: a moefied model has no routers. Use --train small or --train all.")
-        return "small" if self.options.train == "small" else "all"
+        if wanted != "auto":
+            return wanted
+        return "all" if self.fits(TrainedModel.of_moefied(self.checkpoint, "all")) else "lora"
 
     @property
     def trained(self) -> TrainedModel:

@@ -9,14 +9,13 @@ are kept, among those that lose no more than the input on any kind of text.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moetool.errors import VerificationError
 from moetool.format.kinds.moefied import CENTRE, is_selector
@@ -25,17 +24,21 @@ from moetool.job.progress import Progress, phase
 from moetool.measure.results import KL_ROUNDING, NAT_UNIT, shown_kl
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
-from moetool.repair.masters import Master
-from moetool.repair.options import RepairOptions, Trained
+from moetool.repair.masters import LowRank
+from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
 from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
+from moetool.repair.trainee import Trainee
+from moetool.repair.weights import Weights
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
-from moetool.tune.trainer import recompute_activations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BETAS = 0.9, 0.99
 _CLIP = 1.0  # norm of the gradient of all trained numbers, each relative to the root mean square of its tensor
@@ -69,12 +72,11 @@ class RepairOutcome:
 
 
 class Distilling:
-    """One training of a `model` by its `masters`, in which `noted` has the original's predictions of all `texts`."""
+    """One training of a model, in which `noted` has the original's predictions of all `texts`."""
 
     def __init__(
         self,
-        model: "PreTrainedModel",
-        masters: Mapping[str, Master],
+        trainee: Trainee,
         texts: Texts,
         noted: NotedFile,
         options: RepairOptions,
@@ -83,10 +85,10 @@ class Distilling:
     ) -> None:
         """With `slows`, a rate that proves too high is lowered."""
         assert options.learning_rate is not None, "the stage settles what options leave open"
-        self._model, self._masters, self._options = model, masters, options
+        self._trainee, self._masters, self._options = trainee, trainee.masters, options
         self._texts, self._noted = texts, noted
-        self._routers = Routers(model)
-        self._numbers = [master.numbers for master in masters.values()]
+        self._device, self._routers = trainee.model.device, Routers(trainee.model)
+        self._numbers = [master.numbers for master in self._masters.values()]
         self._slowdowns = _SLOWDOWNS if slows else 0
         self._begin(options.learning_rate, options.steps)
 
@@ -166,14 +168,15 @@ class Distilling:
 
     def _step(self, numbers: list[int]) -> float:
         """One step on windows of these numbers; returns the loss before it, and takes none where that is no number."""
-        noted = self._noted.of(numbers).to(self._model.device)
+        noted = self._noted.of(numbers).to(self._device)
         with self._routers.watched():
-            loss = noted.divergence(self._logits(self._texts.trained[numbers])).mean()
+            loss = noted.divergence(self._trainee.logits(self._texts.trained[numbers])).mean()
         if noted.routing is not None:
             loss = loss + (self._options.routing or 0.0) * routing_divergence(self._routers.logits, noted.routing)
         self._routers.clear()
         if not torch.isfinite(loss):
             return loss.item()
+        self._optimizer.zero_grad()
         loss.backward()
         for master in self._masters.values():
             master.take_gradient()
@@ -186,10 +189,6 @@ class Distilling:
             master.give()
         return loss.item()
 
-    def _logits(self, windows: Tensor) -> Tensor:
-        found: Tensor = self._model(input_ids=windows.to(self._model.device), use_cache=False).logits
-        return found
-
     @torch.no_grad()
     def _divergences(self) -> dict[str, float]:
         """Nats per token on the held-out windows, by kind of text."""
@@ -198,8 +197,8 @@ class Distilling:
             total = 0.0
             for start in range(0, len(windows), size):
                 batch = windows[start : start + size]
-                noted = self._noted.windows(first + start, first + start + len(batch)).to(self._model.device)
-                total += noted.divergence(self._logits(batch)).sum(dtype=torch.float64).item()
+                noted = self._noted.windows(first + start, first + start + len(batch)).to(self._device)
+                total += noted.divergence(self._trainee.logits(batch)).sum(dtype=torch.float64).item()
             found[name], first = total / windows.numel(), first + len(windows)
         return found
 
@@ -211,26 +210,11 @@ def _said(divergences: Mapping[str, float]) -> str:
     return ", ".join(f"{shown_kl(nats)} on {name}" for name, nats in divergences.items()) + f", in {NAT_UNIT}"
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-def recompute_in_evaluation(model: "PreTrainedModel") -> None:
-    """Keep only what enters each layer, and run it again on the way back, in evaluation mode: without dropout and
-    jitter of routers, which are not in the predictions to be met. transformers keeps everything in that mode, and of
-    families whose layers it cannot run again in any."""
-    if not model.supports_gradient_checkpointing:
-        return
-    recompute_activations(model)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # its own, not that of the modules in it
-
-
 def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
     """Let only what costs no byte require gradients: routers; with `small` also norms, biases, scales of codes,
-    low-rank factors, shared bases and representative values of neurons; with `all` attention and experts that are
-    stored in full, too. Embeddings, head and networks that select neurons never do.
+    low-rank factors, shared bases and representative values of neurons; with `lora` also all others to which `low_rank`
+    adds nothing; with `all` attention and experts that are stored in full, too. Embeddings, head and networks that
+    select neurons never do.
 
     Returns:
         The trained parameters and buffers by their names in memory.
@@ -250,11 +234,37 @@ def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
         if is_placeholder(parameter) or not parameter.is_floating_point() or is_selector(name):
             continue
         vector = trains != "routers" and parameter.dim() == 1
-        whole = trains == "all" and not any(parameter is end for end in ends)
+        whole = trains == "all" or (trains == "lora" and not _has_rank(name, parameter))
+        whole = whole and not any(parameter is end for end in ends)
         if id(parameter) in chosen or vector or whole:
             parameter.requires_grad_(True)
             found[name] = parameter
     return found
+
+
+def low_rank(weights: Weights, others: Collection[str], stored: torch.dtype, seed: int) -> dict[str, LowRank]:
+    """What is added to matrices in a model's layers that are stored in full, by name of these.
+
+    Args:
+        weights: of the model.
+        others: names of what is trained itself.
+        stored: the dtype in which most matrices are stored.
+        seed: of the random halves.
+    """
+    found = dict[str, LowRank]()
+    for index, path in enumerate(weights.paths):
+        with weights.opened(index):
+            for inside, weight in weights.layer(index).named_parameters():
+                name = f"{path}.{inside}"
+                if name not in others and weight.is_floating_point() and _has_rank(name, weight):
+                    found[name] = LowRank(weight, RANK, stored, generator(seed, "low rank", name))
+    return found
+
+
+def _has_rank(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor holds matrices in full for which two thin ones are fewer numbers."""
+    is_matrix = tensor.dim() > 1 and not name.endswith("bias") and min(tensor.shape[-2:]) > RANK
+    return is_matrix and not is_placeholder(tensor) and not is_selector(name)
 
 
 def _numbers_of(modules: Iterable[nn.Module]) -> set[int]:

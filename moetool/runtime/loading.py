@@ -55,10 +55,19 @@ def model_class(config: Mapping[str, object]) -> Any:
 
 @dataclass(frozen=True)
 class LoadingMemory:
-    """Bytes that loading a model takes at its peak, and those that are free where it goes."""
+    """Bytes of memory that a model takes.
+
+    Attributes:
+        needed: to load all of it, at the peak.
+        free: where it goes.
+        layer: of the largest layer.
+        outside: of what is in no layer.
+    """
 
     needed: int
     free: int
+    layer: int
+    outside: int
 
 
 def loading_memory(
@@ -79,7 +88,8 @@ def loading_memory(
         if found := _LAYER.search(name):
             layers[found[1]] += size
     free = spread_bytes() if device in _MAPS else free_bytes(device)
-    return LoadingMemory(total + max(layers.values(), default=0), free)
+    largest = max(layers.values(), default=0)
+    return LoadingMemory(total + largest, free, largest, total - sum(layers.values()))
 
 
 def check_memory(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetool.repair.masters import BlockFactors, NumbersMaster
+from moetool.repair.masters import BlockFactors, LowRank, NumbersMaster
 
 
 @pytest.fixture
@@ -24,29 +24,54 @@ def test_factors_of_blocks_have_the_gradient_of_a_product(stream: torch.Generato
     wanted = factors.clone().requires_grad_(True)
     loss(matrices * wanted.repeat_interleave(8, -1)).backward()
 
-    parameter = nn.Parameter((matrices.mT if is_transposed else matrices).clone())
-    master = BlockFactors(parameter, 8, is_transposed=is_transposed)
+    weight = (matrices.mT if is_transposed else matrices).contiguous()
+    master = BlockFactors(weight, 8, weight.device, is_transposed=is_transposed)
     master.set(factors)
-    loss(parameter.mT if is_transposed else parameter).backward()
-    master.take_gradient()
-    assert parameter.grad is None
+    made = master.made(weight)
+    assert made.is_contiguous()
+    loss(made.mT if is_transposed else made).backward()
     torch.testing.assert_close(master.numbers.grad, wanted.grad, check_dtype=False, rtol=1e-5, atol=1e-6)
-    master.take_gradient()
-    assert not master.numbers.grad.any(), "a gradient counts once"
 
 
 def test_factors_are_those_of_the_matrix_as_it_was(stream: torch.Generator) -> None:
     matrix = torch.randn(4, 16, generator=stream)
-    parameter = nn.Parameter(matrix.clone())
-    master = BlockFactors(parameter, 8)
+    master = BlockFactors(matrix, 8, matrix.device)
+    assert master.made(matrix).equal(matrix)
     for _ in range(3):
         master.set(1 + 0.2 * torch.rand(4, 2, generator=stream))
-    torch.testing.assert_close(parameter, matrix * master.values.repeat_interleave(8, -1))
+    torch.testing.assert_close(master.made(matrix), matrix * master.values.repeat_interleave(8, -1))
     master.numbers.data.fill_(-1.0)
     master.give()
     assert bool((master.values > 0).all()), "no scale changes its sign"
-    master.set(torch.ones(4, 2))
-    torch.testing.assert_close(parameter, matrix)
+
+
+@pytest.mark.parametrize("shape", [(48, 20), (3, 48, 20)])
+def test_what_is_added_is_of_low_rank_and_stored_as_the_matrix_is(
+    shape: tuple[int, ...], stream: torch.Generator
+) -> None:
+    weight = (0.02 * torch.randn(shape, generator=stream)).bfloat16().float()
+    master = LowRank(weight, 4, torch.bfloat16, stream)
+    assert master.numbers.shape == (*shape[:-2], 4, 68)
+    assert master.made(weight).equal(weight), "nothing is added at first"
+    master.numbers.data[..., 20:] = torch.randn(*shape[:-2], 4, 48, generator=stream)
+    made = master.made(weight)
+    assert made.equal(made.bfloat16().float())
+    exact = LowRank(weight + 1e-5, 4, torch.bfloat16, stream)  # numbers that 16 bits do not hold stay in 32
+    exact.set(master.values)
+    added = (exact.made(weight) - weight).double()
+    assert torch.linalg.matrix_rank(added, rtol=1e-5).max() == 4
+    torch.testing.assert_close(made, weight + added.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_gradients_pass_through_rounding(stream: torch.Generator) -> None:
+    weight = torch.randn(24, 20, generator=stream).bfloat16().float()
+    grads = []
+    for stored in (torch.bfloat16, torch.float32):
+        master = LowRank(weight, 4, stored, torch.Generator().manual_seed(1))
+        (master.made(weight) * torch.arange(20.0)).sum().backward()
+        grads.append(master.numbers.grad)
+    assert grads[0].equal(grads[1])
+    assert bool(grads[0].any())
 
 
 def test_numbers_are_given_as_they_would_be_stored(stream: torch.Generator) -> None:
