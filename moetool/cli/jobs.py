@@ -25,6 +25,7 @@ _LABELS = {  # of a plan's fields, where their names alone do not say it
     "experts_at_once": "experts in memory at once",
     "forms_per_matrix": "forms tried per matrix",
     "routing": "weight of routing loss",
+    "trains": "--train",
     "headers": "shapes from",
 }
 _FOR_ENGINES = ("gguf", "mlx", "compressed-tensors")  # formats that code a compressed model's experts anew

@@ -11,7 +11,7 @@ from moetool.architectures import Architecture
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture
 from moetool.checkpoint.reader import Checkpoint
-from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, loading, writing
+from moetool.costs.building_blocks import ModelSize, calibration_backward, calibration_forward, writing
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import WRITE, Phase, Phases
@@ -19,6 +19,7 @@ from moetool.format.beside import TENSORS, quantized_beside, quantized_name, wei
 from moetool.format.kinds.moefied import is_selector
 from moetool.job.job import Source
 from moetool.job.plan import experts_at_once
+from moetool.numerics.work import Work
 from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.teacher import ENTRY_BYTES, ROUTED_BYTES, TOKEN_BYTES
 from moetool.runtime.dense import DenseModel
@@ -217,20 +218,20 @@ class TrainedModel:
 
 
 def repair_phases(
-    size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int, *, again: bool = False
+    size: ModelSize, options: RepairOptions, windows: int, written: int, tensors: int, again: Work | None = None
 ) -> Phases:
     """The phases of a repair, for which an original of this size predicts so many windows: forwards, then for each step
     forwards, again, and backwards, with evaluations before and between; and writing so many bytes of so many
-    tensors. Layers may have to be read `again` in every pass."""
+    tensors. What is not in memory is read `again` in every pass, which is that work."""
     read = CalibrationCost(windows, options.sequence_length, 4)
     trained = CalibrationCost(options.steps * options.batch_size, options.sequence_length, 4)
     evaluations = 1 + min(options.evaluations, options.steps)
     held_out = CalibrationCost(evaluations * 2 * options.held_out, options.sequence_length, 4)
     steps = calibration_forward(trained, size) + calibration_backward(trained, size)
     steps += calibration_forward(held_out, size)
-    if again:
+    if again is not None:
         batches = 2 * -(-options.held_out // options.batch_size)
-        steps += loading(size) * (2 * options.steps + evaluations * batches)
+        steps += again * (2 * options.steps + evaluations * batches)
     return (
         Phase(NOTE, calibration_forward(read, size)),
         Phase(REPAIR, steps),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TINY = 1e-8  # root mean square that counts as one of zero
+_ADDED = 5.0  # size of what is added, where all numbers are one, in those of the weight: measured
 _LEAST = 0.05  # of a block's factor: one of zero or less is no way for a scale to go
 
 
@@ -128,7 +129,8 @@ class LowRank(Change):
         *several, rows, self._columns = weight.shape
         right = torch.randn(*several, rank, self._columns, generator=stream).to(weight.device)
         super().__init__(torch.cat([right, right.new_zeros(*several, rank, rows)], -1))
-        self._scale = float(weight.detach().square().mean().sqrt().clamp_min(_TINY)) / math.sqrt(rank)
+        size = float(weight.detach().square().mean().sqrt().clamp_min(_TINY))
+        self._scale = _ADDED * size / math.sqrt(rank)
         self._stored = _dtype_of(weight.detach(), stored)
 
     def made(self, weight: Tensor) -> Tensor:

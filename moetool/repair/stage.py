@@ -57,7 +57,7 @@ class _Memory(NamedTuple):
         original: while the original predicts.
         training: while the model is trained.
         holds_decoded: whether codes are held decoded meanwhile. They round otherwise if they are.
-        streams: whether one layer of the model is in memory at a time.
+        streams: whether weights that are not trained are read in every pass.
     """
 
     original: int
@@ -170,8 +170,8 @@ class Repair(Stage[RepairOptions, RepairedSource]):
     def phases(self, nbytes: int) -> Phases:
         """The phases of the repair of a model that takes `nbytes` of weight files."""
         tensors = len(self.source.checkpoint.tensors)
-        again = self._memory.streams
-        return repair_phases(self._teaching.size, self.options, self._windows, nbytes, tensors, again=again)
+        again = self._student.reading if self._memory.streams else None
+        return repair_phases(self._teaching.size, self.options, self._windows, nbytes, tensors, again)
 
     def plan(self) -> Plan:
         options, source = self.options, self.source.checkpoint
@@ -206,14 +206,13 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             details["experts_at_once"] = self._teacher.experts_at_once
             details["routing"] = self._teaching.routing if self._teaching.target else 0.0
         if self._memory.streams:
-            details["weights"] = "of a layer at a time: to hold them all takes more memory"
+            details["weights"] = self._student.told_of_reading
         elif self._student.trained.decoded:
             details["codes"] = (
                 "decoded once"
                 if self._memory.holds_decoded
                 else "decoded in every step: to hold them decoded takes more memory"
             )
-        whole = "a layer at a time in memory" if self._memory.streams else "whole"
         less = "A smaller --batch-size needs less."
         if first > second:
             less = "Fewer or shorter windows (--samples, --held-out, --sequence-length) need less."
@@ -230,7 +229,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             phases=self.phases(self._student.input_bytes),
             details=details,
             advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
-            f"the model is trained, {whole} and in float32, which takes {format_bytes(second)}. {less}",
+            f"the model is trained in float32, which takes {format_bytes(second)}. {less}",
         )
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:

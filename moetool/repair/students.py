@@ -16,15 +16,17 @@ from moetool.architectures.dense import DenseArchitecture, find_dense_architectu
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
+from moetool.costs.building_blocks import loading
 from moetool.costs.calibration_cost import baseline
 from moetool.errors import UsageError
 from moetool.format.marker import moetool_entry
-from moetool.job.job import Input, Job, Source
+from moetool.job.job import Input, Job, Source, pick_device
 from moetool.job.plan import usable_bytes
 from moetool.job.result import CalibrationFacts, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan, by_layer
 from moetool.job.stage import refuse_lost
 from moetool.job.writing import passed_on, write_checkpoint
+from moetool.numerics.work import Work
 from moetool.repair.costs import TRAINING_BYTES, TrainedModel
 from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.sources import MoefiedSource
@@ -32,6 +34,8 @@ from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
 from moetool.runtime.building import recomputes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from moetool.repair.masters import Master
     from moetool.repair.trainee import Trainee
     from moetool.repair.weights import Weights
@@ -74,8 +78,18 @@ class Student(ABC):
 
     @property
     def streamed(self) -> TrainedModel | None:
-        """What training takes with one layer in memory at a time; `None` where that cannot be."""
+        """What training takes where weights that are not trained are read in every pass; `None` if it cannot be so."""
         return None
+
+    @property
+    def reading(self) -> Work:
+        """The work of reading these once."""
+        return loading(self.teaching.size)
+
+    @property
+    def told_of_reading(self) -> str:
+        """How they are read, in words."""
+        return "read layer by layer in every step, since all together take more memory"
 
     @property
     @abstractmethod
@@ -143,13 +157,9 @@ class CheckpointStudent(Student):
     @cached_property
     def streamed(self) -> TrainedModel | None:
         """Layers are read as they are in the files, or decoded by another tool's codes."""
-        is_read = self.trains != "all" and not self._has_own_codes and recomputes(self.checkpoint)
-        return TrainedModel.streamed(self.checkpoint, self.trained.trained) if is_read else None
-
-    @property
-    def _has_own_codes(self) -> bool:
-        """Whether experts, or what is beside them, are in moetool's own forms."""
-        return False
+        if self.trains == "all" or not recomputes(self.checkpoint):
+            return None
+        return TrainedModel.streamed(self.checkpoint, self.trained.trained)
 
     @property
     def input_bytes(self) -> int:
@@ -167,13 +177,21 @@ class CheckpointStudent(Student):
     def _weights(self, job: Job[Any], *, streams: bool) -> "Weights":
         from moetool.calibration.streaming import StreamedModel
         from moetool.repair.weights import HeldWeights, StreamedWeights
+
+        if not streams:
+            return HeldWeights(self._loaded(job), self._layer_paths)
+        model = StreamedModel(self.checkpoint, self.architecture, torch.float32, job.device)
+        return StreamedWeights(model, self._layer_paths)
+
+    def _loaded(self, job: Job[Any], *, paged: bool = False) -> "PreTrainedModel":
         from moetool.runtime.loading import load_model
 
-        paths = map(self.architecture.layer_path, range(self.architecture.layers))
-        if streams:
-            return StreamedWeights(StreamedModel(self.checkpoint, self.architecture, torch.float32, job.device), paths)
         with described_in(self.checkpoint.path):
-            return HeldWeights(load_model(self.checkpoint, torch.float32, job.device), paths)
+            return load_model(self.checkpoint, torch.float32, job.device, paged=paged)
+
+    @property
+    def _layer_paths(self) -> list[str]:
+        return [self.architecture.layer_path(layer) for layer in range(self.architecture.layers)]
 
     def _masters(self, weights: "Weights") -> "dict[str, Master]":
         from moetool.repair.masters import copies
@@ -244,9 +262,41 @@ class MoEStudent(CheckpointStudent):
     def architecture(self) -> Architecture:
         return self.source.architecture
 
+    @cached_property
+    def streamed(self) -> TrainedModel | None:
+        """moetool's own codes stay in the files, which are mapped on a processor."""
+        if not self._has_own_forms:
+            return super().streamed
+        if pick_device(self.options.device).type != "cpu":
+            return None
+        return replace(self.trained, loaded=self.trained.loaded - self._coded_bytes)
+
     @property
-    def _has_own_codes(self) -> bool:
+    def reading(self) -> Work:
+        return Work(read=self._coded_bytes) if self._has_own_forms else super().reading
+
+    @property
+    def told_of_reading(self) -> str:
+        if not self._has_own_forms:
+            return super().told_of_reading
+        return "codes stay in the files, where every step reads them, since all together take more memory"
+
+    @property
+    def _has_own_forms(self) -> bool:
+        """Whether experts, or what is beside them, are in moetool's own forms."""
         return moetool_entry(self.checkpoint.config) is not None
+
+    @property
+    def _coded_bytes(self) -> int:
+        infos = self.checkpoint.tensors.values()
+        return sum(info.nbytes for info in infos if not info.dtype.is_floating_point)
+
+    def _weights(self, job: Job[Any], *, streams: bool) -> "Weights":
+        from moetool.repair.weights import HeldWeights
+
+        if not streams or not self._has_own_forms:
+            return super()._weights(job, streams=streams)
+        return HeldWeights(self._loaded(job, paged=True), self._layer_paths)
 
     def _masters(self, weights: "Weights") -> "dict[str, Master]":
         from moetool.repair.stored_scales import group_factors
