@@ -26,9 +26,10 @@ from moetool.job.ranks import Ranks
 
 FINISHED = "finished"  # the journal's last unit
 TRAINER = "trainer"  # checkpoints of a training, which have digests of their own
+REBUILT = "rebuilt"  # what a job makes again whenever it goes on
 SPENT = "costs.json"  # what runs have cost, which has a digest of its own
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
-_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, SPENT, SPENT + TEMPORARY}
+_UNJOURNALED = {_LOCK, _JOURNAL, TRAINER, REBUILT, SPENT, SPENT + TEMPORARY}
 
 
 class Workspace(Books):

@@ -170,10 +170,11 @@ class TrainedModel:
         return cls(memory.needed + changed, trained + scales, decoded_size(source))
 
     @classmethod
-    def streamed(cls, checkpoint: Checkpoint, trained: int) -> Self:
-        """The sizes of a model of which one layer is in memory at a time, by how many numbers of it change."""
+    def streamed(cls, checkpoint: Checkpoint, trained: int, *, changes: bool) -> Self:
+        """The sizes of a model of which one layer is in memory at a time, by how many numbers of it are trained.
+        Something may be made of each layer's weights, which `changes` them."""
         memory = loading_memory(checkpoint, torch.float32)
-        return cls(memory.outside + (_READ + _CHANGED) * memory.layer, trained, 0)
+        return cls(memory.outside + (_READ + _CHANGED * changes) * memory.layer, trained, 0)
 
     @classmethod
     def of_moefied(cls, checkpoint: Checkpoint, trains: Trained) -> Self:

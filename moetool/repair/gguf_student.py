@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
 from moetool.checkpoint.files import save_tensors, write_bytes
 from moetool.checkpoint.gguf_model import GgufModel
-from moetool.checkpoint.names import INDEX, SINGLE
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.phases import WRITE
 from moetool.errors import UsageError, VerificationError
@@ -25,12 +25,14 @@ from moetool.job.job import Job, Source
 from moetool.job.options import context_length
 from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts, Sizes
+from moetool.job.workspace import REBUILT
 from moetool.job.writing import record_origin
 from moetool.repair.costs import TrainedModel
 from moetool.repair.options import RepairOptions, Trained
 from moetool.repair.sources import GgufInput
 from moetool.repair.students import Student
 from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
+from moetool.runtime.building import recomputes
 from moetool.runtime.loading import loading_memory
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from moetool.repair.masters import Blocks
     from moetool.repair.trainee import Trainee
+    from moetool.repair.weights import Weights
 
 _ROUTER = "ffn_gate_inp.weight"
 
@@ -91,24 +94,40 @@ class GgufStudent(Student):
     def scratch_bytes(self) -> int:
         return sum(4 * math.prod(info.shape) for info in self.source.checkpoint.tensors.values())
 
+    @cached_property
+    def streamed(self) -> TrainedModel | None:
+        if not recomputes(self.checkpoint):
+            return None
+        return TrainedModel.streamed(self.checkpoint, self.trained.trained, changes=self.trains == "small")
+
     def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
         from moetool.repair.masters import block_factors, copies
         from moetool.repair.trainee import Trainee
         from moetool.repair.training import choose
-        from moetool.repair.weights import HeldWeights
-        from moetool.runtime.loading import load_model
 
         source, directory = self.source.model, self._directory(job)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._file.write(directory, weights=True)
-        model = load_model(Checkpoint.open(directory), torch.float32, job.device)
-        for file in (*directory.glob("*.safetensors"), directory / INDEX):
-            file.unlink()
+        weights = self._weights(Checkpoint.open(directory), job.device, streams=streams)
         told = {*source.constants, *chain(*source.numbers.values())}  # which stay in the metadata
-        chosen = {name: parameter for name, parameter in choose(model, self.trains).items() if name not in told}
-        factors = block_factors(model, self._blocks(model)) if self.trains == "small" else {}
-        return Trainee(HeldWeights(model, self._paths), {**copies(chosen, torch.float32), **factors})
+        chosen = {name: own for name, own in choose(weights.model, self.trains).items() if name not in told}
+        masters = copies(weights.keep(chosen), torch.float32)
+        if self.trains == "small":
+            masters |= block_factors(weights.model, self._blocks(weights.model))
+        return Trainee(weights, masters)
+
+    def _weights(self, exact: Checkpoint, device: torch.device, *, streams: bool) -> "Weights":
+        from moetool.calibration.streaming import StreamedModel
+        from moetool.repair.weights import HeldWeights, StreamedWeights
+        from moetool.runtime.loading import load_model
+
+        if not streams:
+            return HeldWeights(load_model(exact, torch.float32, device), self._paths)
+        model = GgufSource.of(exact)
+        family = model.dense if model.experts is None else model.experts
+        assert family is not None
+        return StreamedWeights(StreamedModel(exact, family.architecture, torch.float32, device), self._paths)
 
     @property
     def _paths(self) -> list[str]:
@@ -144,10 +163,7 @@ class GgufStudent(Student):
 
     def write(self, job: Job[Any], trainee: "Trainee", facts: CalibrationFacts) -> None:
         directory, file = self._directory(job), job.output / MODEL
-        made = trainee.whole()
-        held = self.source.checkpoint.tensors
-        save_tensors(directory / SINGLE, {name: made[name].detach().contiguous() for name in held})
-        trained = Checkpoint.open(directory)
+        trained = self._trained(directory, trainee)
         with phase(job.progress, WRITE, len(self._file.tensors), "tensors"):
             write_rescaled(self.source.path, GgufSource.of(trained), file, job.progress)
         if self.options.proof:
@@ -164,10 +180,22 @@ class GgufStudent(Student):
         types = layer_types({name: tensor.tensor_type.name.lower() for name, tensor in self._file.tensors.items()})
         record_origin(job, files=files, calibration=facts, layers=types)
 
+    def _trained(self, directory: Path, trainee: "Trainee") -> Checkpoint:
+        """The file's model in a directory, each part of which is written again with what has been trained of it."""
+        for layer, part in enumerate(Checkpoint.open(directory).weight_files, -1):
+            held, tensors = trainee.trained(layer), load_file(part)
+            # What transformers renames is not always so called in files: Kimi Linear's first layer, without experts.
+            made = {**held, **trainee.on_disk(held)}
+            if changed := made.keys() & tensors.keys():
+                tensors |= {name: made[name].contiguous() for name in changed}
+                part.unlink()
+                save_tensors(part, tensors)
+        return Checkpoint.open(directory)
+
     @staticmethod
     def _directory(job: Job[Any]) -> Path:
         """The file's model as a checkpoint in fp32, for as long as the job takes."""
-        return job.work / "exact"
+        return job.work / REBUILT
 
     def verify(self, output: Path) -> Sizes:
         after = GgufModel(output / MODEL).tensors

@@ -159,7 +159,8 @@ class CheckpointStudent(Student):
         """Layers are read as they are in the files, or decoded by another tool's codes."""
         if self.trains == "all" or not recomputes(self.checkpoint):
             return None
-        return TrainedModel.streamed(self.checkpoint, self.trained.trained)
+        changes = self.trains == "lora" or (self.trains == "small" and bool(self.checkpoint.forms))
+        return TrainedModel.streamed(self.checkpoint, self.trained.trained, changes=changes)
 
     @property
     def input_bytes(self) -> int:
@@ -218,7 +219,7 @@ class CheckpointStudent(Student):
 
         def tensors(layer: int) -> Iterator[tuple[str, Tensor]]:
             specs = passed.plan.unit(layer)
-            made = trainee.trained(self.architecture.layer_of(specs[0].name))
+            made = trainee.on_disk(trainee.trained(self.architecture.layer_of(specs[0].name)))
             for spec in specs:
                 own, new = passed.read(spec.name), made.get(spec.name)
                 if spec.name in scales and (coded := made.get(scales[spec.name][0])) is not None:

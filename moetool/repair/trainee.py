@@ -82,23 +82,14 @@ class Trainee:
 
     @torch.no_grad()
     def trained(self, layer: int) -> dict[str, Tensor]:
-        """What has been trained of a layer, or with −1 of what is outside of all, by the names of files, on the
+        """What has been trained of a layer, or with −1 of what is outside of all, by its names in memory, on the
         processor."""
         with self._opened(layer) if self._names[layer] else nullcontext():
-            held = {name: tensor_of(self.model, name).detach().cpu() for name in self._names[layer]}
-        return self._weights.on_disk(held)
+            return {name: tensor_of(self.model, name).detach().cpu() for name in self._names[layer]}
 
-    @torch.no_grad()
-    def whole(self) -> dict[str, Tensor]:
-        """All tensors of a model that is in memory as a whole, by the names of files, on the processor. It has learnt
-        all that it is to."""
-        for name, change in self.masters.items():
-            if isinstance(change, Change):
-                weight = tensor_of(self.model, name)
-                weight.copy_(change.made(weight))
-        held = self.model.to("cpu").state_dict()
-        # What transformers renames is not always so called in files: Kimi Linear's first layer, which has no experts.
-        return {**held, **self._weights.on_disk(held)}
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names of files, and as these hold them."""
+        return self._weights.on_disk(tensors)
 
 
 def _by_layer(names: Iterable[str], paths: Sequence[str]) -> dict[int, list[str]]:
