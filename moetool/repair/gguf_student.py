@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from moetool.repair.masters import Blocks
     from moetool.repair.trainee import Trainee
-    from moetool.repair.weights import Weights
+    from moetool.repair.weights import ModelWeights
 
 _ROUTER = "ffn_gate_inp.weight"
 
@@ -117,7 +117,7 @@ class GgufStudent(Student):
             masters |= block_factors(weights.model, self._blocks(weights.model))
         return Trainee(weights, masters)
 
-    def _weights(self, exact: Checkpoint, device: torch.device, *, streams: bool) -> "Weights":
+    def _weights(self, exact: Checkpoint, device: torch.device, *, streams: bool) -> "ModelWeights":
         from moetool.calibration.streaming import StreamedModel
         from moetool.repair.weights import HeldWeights, StreamedWeights
         from moetool.runtime.loading import load_model

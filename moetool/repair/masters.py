@@ -71,7 +71,7 @@ class NumbersMaster(Master):
         self.numbers.grad = None if gradient is None else gradient.float() * self._size
 
 
-class Change(Master):
+class WeightChange(Master):
     """Numbers by which the model changes a weight, which itself stays as it is, whenever it computes with it."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -96,7 +96,7 @@ class Change(Master):
         """Gradients are those of these numbers."""
 
 
-class BlockFactors(Change):
+class BlockFactors(WeightChange):
     """Factors of a matrix's blocks, each of so many numbers that follow each other among the inputs of one output: of
     `[…, out, in]` there are `[…, out, in / block]`."""
 
@@ -116,7 +116,7 @@ class BlockFactors(Change):
         self.numbers.clamp_(min=_LEAST)
 
 
-class LowRank(Change):
+class LowRankUpdate(WeightChange):
     """A product of two thin matrices that is added to a weight (LoRA, arXiv:2106.09685), in units of the root mean
     square of its numbers.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from moetool.repair.masters import Master
     from moetool.repair.trainee import Trainee
-    from moetool.repair.weights import Weights
+    from moetool.repair.weights import ModelWeights
 
 _LOGITS = 5  # copies of a batch's logits while their loss and its gradient are computed
 
@@ -175,7 +175,7 @@ class CheckpointStudent(Student):
     def architecture(self) -> Architecture | DenseArchitecture:
         """What is known of the family."""
 
-    def _weights(self, job: Job[Any], *, streams: bool) -> "Weights":
+    def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
         from moetool.calibration.streaming import StreamedModel
         from moetool.repair.weights import HeldWeights, StreamedWeights
 
@@ -194,7 +194,7 @@ class CheckpointStudent(Student):
     def _layer_paths(self) -> list[str]:
         return [self.architecture.layer_path(layer) for layer in range(self.architecture.layers)]
 
-    def _masters(self, weights: "Weights") -> "dict[str, Master]":
+    def _masters(self, weights: "ModelWeights") -> "dict[str, Master]":
         from moetool.repair.masters import copies
         from moetool.repair.training import choose, low_rank
 
@@ -292,14 +292,14 @@ class MoEStudent(CheckpointStudent):
         infos = self.checkpoint.tensors.values()
         return sum(info.nbytes for info in infos if not info.dtype.is_floating_point)
 
-    def _weights(self, job: Job[Any], *, streams: bool) -> "Weights":
+    def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
         from moetool.repair.weights import HeldWeights
 
         if not streams or not self._has_own_forms:
             return super()._weights(job, streams=streams)
         return HeldWeights(self._loaded(job, paged=True), self._layer_paths)
 
-    def _masters(self, weights: "Weights") -> "dict[str, Master]":
+    def _masters(self, weights: "ModelWeights") -> "dict[str, Master]":
         from moetool.repair.stored_scales import group_factors
 
         found = super()._masters(weights)

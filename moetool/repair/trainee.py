@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moetool.repair.masters import Change, Master
-from moetool.repair.weights import Weights, put, tensor_of
+from moetool.repair.masters import Master, WeightChange
+from moetool.repair.weights import ModelWeights, put, tensor_of
 
 
 class Trainee:
@@ -25,7 +25,7 @@ class Trainee:
         masters: by name of their parameters.
     """
 
-    def __init__(self, weights: Weights, masters: Mapping[str, Master]) -> None:
+    def __init__(self, weights: ModelWeights, masters: Mapping[str, Master]) -> None:
         self.model, self.masters, self._weights = weights.model, masters, weights
         self._names = _by_layer(masters, weights.paths)
         self._changes = self._changes_by_layer()
@@ -33,9 +33,9 @@ class Trainee:
             layer = weights.layer(index)
             vars(layer)["forward"] = self._again(partial(self._run, index, layer.forward))
 
-    def _changes_by_layer(self) -> dict[int, dict[str, Change]]:
+    def _changes_by_layer(self) -> dict[int, dict[str, WeightChange]]:
         """What changes the weights of each layer, by all names of these: tied ones have several."""
-        changes = {name: master for name, master in self.masters.items() if isinstance(master, Change)}
+        changes = {name: master for name, master in self.masters.items() if isinstance(master, WeightChange)}
         of_tensor = {id(tensor_of(self.model, name)): change for name, change in changes.items()}
         parameters = self.model.named_parameters(remove_duplicate=False)
         every = {name: of_tensor[id(own)] for name, own in parameters if id(own) in of_tensor}

@@ -24,13 +24,13 @@ from moetool.job.progress import Progress, phase
 from moetool.measure.results import KL_ROUNDING, NAT_UNIT, shown_kl
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR
-from moetool.repair.masters import LowRank
+from moetool.repair.masters import LowRankUpdate
 from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
 from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
 from moetool.repair.trainee import Trainee
-from moetool.repair.weights import Weights
+from moetool.repair.weights import ModelWeights
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.neuron_experts import NeuronExperts
@@ -242,7 +242,9 @@ def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
     return found
 
 
-def low_rank(weights: Weights, others: Collection[str], stored: torch.dtype, seed: int) -> dict[str, LowRank]:
+def low_rank(
+    weights: ModelWeights, others: Collection[str], stored: torch.dtype, seed: int
+) -> dict[str, LowRankUpdate]:
     """What is added to matrices in a model's layers that are stored in full, by name of these.
 
     Args:
@@ -251,13 +253,13 @@ def low_rank(weights: Weights, others: Collection[str], stored: torch.dtype, see
         stored: the dtype in which most matrices are stored.
         seed: of the random halves.
     """
-    found = dict[str, LowRank]()
+    found = dict[str, LowRankUpdate]()
     for index, path in enumerate(weights.paths):
         with weights.opened(index):
             for inside, weight in weights.layer(index).named_parameters():
                 name = f"{path}.{inside}"
                 if name not in others and weight.is_floating_point() and _has_rank(name, weight):
-                    found[name] = LowRank(weight, RANK, stored, generator(seed, "low rank", name))
+                    found[name] = LowRankUpdate(weight, RANK, stored, generator(seed, "low rank", name))
     return found
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moetool.calibration.streaming import StreamedModel
 
 
-class Weights(ABC):
+class ModelWeights(ABC):
     """A model in fp32 and its decoder layers.
 
     Attributes:
@@ -48,7 +48,7 @@ class Weights(ABC):
         return dict(revert_weight_conversion(self.model, dict(tensors)))
 
 
-class HeldWeights(Weights):
+class HeldWeights(ModelWeights):
     """All of them in memory."""
 
     def opened(self, index: int) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class HeldWeights(Weights):
         return trained
 
 
-class StreamedWeights(Weights):
+class StreamedWeights(ModelWeights):
     """Those of a layer are read whenever it runs, but for what is trained of them."""
 
     def __init__(self, streamed: "StreamedModel", paths: Iterable[str]) -> None:
