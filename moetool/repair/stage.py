@@ -205,14 +205,14 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if has_routers:
             details["experts_at_once"] = self._teacher.experts_at_once
             details["routing"] = self._teaching.routing if self._teaching.target else 0.0
-        if self._memory.streams:
-            details["weights"] = self._student.told_of_reading
-        elif self._student.trained.decoded:
+        if self._student.trained.decoded:
             details["codes"] = (
                 "decoded once"
                 if self._memory.holds_decoded
                 else "decoded in every step: to hold them decoded takes more memory"
             )
+        if self._memory.streams:
+            details["weights"] = self._student.told_of_reading
         less = "A smaller --batch-size needs less."
         if first > second:
             less = "Fewer or shorter windows (--samples, --held-out, --sequence-length) need less."

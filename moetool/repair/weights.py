@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from moetool.runtime.attention import attend_by_kernels
 from moetool.runtime.conversions import conversions_of
 from moetool.runtime.modules.insertion import paths_in
 
@@ -63,6 +64,7 @@ class StreamedWeights(ModelWeights):
 
     def __init__(self, streamed: "StreamedModel", paths: Iterable[str]) -> None:
         super().__init__(streamed.model, paths)
+        attend_by_kernels(streamed.model)  # as one that is loaded as a whole
         self._streamed, self._conversions = streamed, conversions_of(streamed.model)
         self._kept: list[dict[str, Tensor]] = [{} for _ in self.paths]
 
