@@ -11,7 +11,8 @@ class RepairResult(Details):
     """Result of `moetool repair`.
 
     Attributes:
-        trained_parameters: numbers that could change.
+        trains: what could change, as `--train` says it.
+        trained_parameters: numbers that could.
         kept_step: the step whose values were written; 0 for those of the input.
         kl_before: nats per token that the input loses on held-out windows, by kind of text.
         kl_after: nats per token that the output loses on them.
@@ -21,6 +22,7 @@ class RepairResult(Details):
         curve: by evaluation the step, and nats by kind of text.
     """
 
+    trains: str
     trained_parameters: int
     kept_step: int
     kl_before: Mapping[str, float]

@@ -237,6 +237,9 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         from moetool.repair.training import Distilling
         from moetool.representations.decoded_once import decoded_once
 
+        trained = job.workspace.told("train").get("trains", self._student.trains)
+        if trained != self._student.trains:  # by a run with other memory, which is gone on with
+            return Repair(self.source, self.options.model_copy(update={"train": trained})).run(job)
         source, options = self.source.checkpoint, self.options
         check_comparable(self._original, source, load_tokenizer(source.path))
         self._say_of_origin(job)
@@ -256,6 +259,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
                 outcome = training.run(job.progress, job.interrupt)
             save_tensors(learnt, {name: value.cpu() for name, value in outcome.values.items()})
             told = RepairResult(
+                trains=self._student.trains,
                 trained_parameters=sum(master.numbers.numel() for master in trainee.masters.values()),
                 kept_step=outcome.step,
                 kl_before=outcome.before,

@@ -50,6 +50,7 @@ def test_models_that_are_the_same_show_no_negative_divergence(capsys: pytest.Cap
     assert found.abroad is None
     row = ComparedModel(name="same", method=None, asked=None, kl=ROUNDED)
     repaired = RepairResult(
+        trains="small",
         trained_parameters=1,
         kept_step=1,
         kl_before={"home": ROUNDED},

@@ -121,6 +121,31 @@ def test_all_weights_are_trained_in_memory_alone(run_cli: Any, noisy: Any, tiny_
     assert "--train lora" in refused.stderr
 
 
+def test_a_run_is_gone_on_with_in_less_memory(
+    run_cli: Any, noisy: Any, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = noisy("mixtral")
+
+    def run(name: str, room: int, *options: object) -> Any:
+        monkeypatch.setattr("moetool.repair.students.usable_bytes", lambda _: room)
+        words = ("repair", model, tmp_path / name, "--to", source, "--calibration", tiny_text, *SHORT, *options)
+        return run_cli(*words, "--json")
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    assert run("whole", 1 << 60).json["trains"] == "all"
+    with monkeypatch.context() as patch:
+        patch.setattr("moetool.repair.students.write_checkpoint", fail)
+        assert run("cut", 1 << 60).code != 0
+    result = run("cut", 0, "--resume")
+    assert result.code == 0, result.stderr
+    assert result.json["trains"] == "all"
+    ours, theirs = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "cut")
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert run("less", 0).json["trains"] == "lora"
+
+
 def test_what_is_added_is_part_of_the_matrices(noisy: Any, repair: Repair) -> None:
     source, model = noisy("mixtral")
     _, made = repair(model, source, "--train", "lora", "--learning-rate", 0.004, streams=True)
