@@ -205,14 +205,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         if has_routers:
             details["experts_at_once"] = self._teacher.experts_at_once
             details["routing"] = self._teaching.routing if self._teaching.target else 0.0
-        if self._student.trained.decoded:
-            details["codes"] = (
-                "decoded once"
-                if self._memory.holds_decoded
-                else "decoded in every step: to hold them decoded takes more memory"
-            )
-        if self._memory.streams:
-            details["weights"] = self._student.told_of_reading
+        details["weights"] = self._told_of_weights
         less = "A smaller --batch-size needs less."
         if first > second:
             less = "Fewer or shorter windows (--samples, --held-out, --sequence-length) need less."
@@ -231,6 +224,16 @@ class Repair(Stage[RepairOptions, RepairedSource]):
             advice=f"{options.to} predicts with a layer at a time in memory, which takes {format_bytes(first)}; then "
             f"the model is trained in float32, which takes {format_bytes(second)}. {less}",
         )
+
+    @property
+    def _told_of_weights(self) -> str:
+        """How the model is held while it is trained, in words."""
+        if self._memory.streams:
+            return self._student.told_of_reading
+        if not self._student.trained.decoded:
+            return "in memory"
+        decoded = "once" if self._memory.holds_decoded else "in every step, since decoded they take more memory"
+        return f"in memory, codes decoded {decoded}"
 
     def run(self, job: Job[RepairedSource]) -> RepairResult:
         from moetool.repair.teacher import NotedFile

@@ -280,7 +280,7 @@ class MoEStudent(CheckpointStudent):
     def told_of_reading(self) -> str:
         if not self._has_own_forms:
             return super().told_of_reading
-        return "codes stay in the files, where every step reads them, since in memory they take more"
+        return "codes in the files, read and decoded in every step, since in memory they take more"
 
     @property
     def _has_own_forms(self) -> bool:

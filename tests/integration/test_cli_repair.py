@@ -149,8 +149,8 @@ def test_memory_that_is_free_does_not_decide_how_codes_are_held(
     """Results would differ with it."""
     words = ("repair", small, tmp_path / "out", "--to", tiny_mixtral, "--calibration", tiny_text, *SHORT, "--dry-run")
     monkeypatch.setattr("moetool.runtime.memory.free_bytes", lambda *_: 1)
-    assert run_cli(*words, "--json").json["codes"] == "decoded once"
-    assert run_cli(*words, "--memory", 1000, "--json").json["codes"].startswith("decoded in every step")
+    assert run_cli(*words, "--json").json["weights"] == "in memory, codes decoded once"
+    assert run_cli(*words, "--memory", 1000, "--json").json["weights"].startswith("codes in the files")
 
 
 def test_codes_need_not_be_held_decoded(repaired: Any, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
