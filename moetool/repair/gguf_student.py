@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -98,7 +99,10 @@ class GgufStudent(Student):
     def streamed(self) -> TrainedModel | None:
         if not recomputes(self.checkpoint):
             return None
-        return TrainedModel.streamed(self.checkpoint, self.trained.trained, changes=self.trains == "small")
+        changes = self.trains == "small"
+        found = TrainedModel.streamed(self.checkpoint, self.trained.trained, changes=changes)
+        ends = 2 * loading_memory(self.checkpoint, torch.float32).outside  # embeddings and head are changed, too
+        return replace(found, loaded=found.loaded + ends * changes)
 
     def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
         from moetool.repair.masters import block_factors, copies

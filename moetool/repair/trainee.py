@@ -67,8 +67,11 @@ class Trainee:
             changes = self._changes[layer]
             own = {name: tensor_of(self.model, name) for name in changes}
             try:
+                made = dict[WeightChange, Tensor]()  # of tied ones once
                 for name, change in changes.items():
-                    put(self.model, name, change.made(own[name]))
+                    if change not in made:
+                        made[change] = change.made(own[name])
+                    put(self.model, name, made[change])
                 yield
             finally:
                 for name, weight in own.items():
