@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-DRAWING = 2  # raised when equal options draw other windows than before, so that no run is resumed with both
+DRAWING = 3  # raised when equal options draw other windows than before, so that no run is resumed with both
 
 
 def shuffled_windows(tokens: Tensor, due: int, length: int, generator: torch.Generator) -> Tensor:

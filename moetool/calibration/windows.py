@@ -25,9 +25,9 @@ from moetool.errors import InvalidInputError, UsageError
 # Keys of the tokens in whose place a model is given something else than text.
 _PLACE = re.compile(r"(image|video|audio)_token_(?:id|index)")
 _GIVEN = {"image": "an image", "video": "a video", "audio": "sound"}
-# Fast tokenizers take up to 450 bytes per token while they work, so this much text needs about 1.3 GB.
+# Fast tokenizers take up to 450 bytes per token while they work: 1.3 GB for so much text to evaluate on.
 WHOLE_TEXT_CHARS = 8 << 20
-SAMPLING_CHARS = 1 << 20
+SAMPLING_CHARS = 1 << 18  # of calibration text: 70 MB, which jobs have within `baseline`
 # Windows are drawn from at least this many tokens, and from this many times what is asked for.
 RESERVOIR_TOKENS = 1 << 20
 RESERVOIR_FACTOR = 16

@@ -18,8 +18,8 @@ _FEW = 256
 def baseline() -> int:
     """Bytes of anonymous memory that Python, torch and transformers take beside what a job computes.
 
-    Measured on a processor: 320 to 350 MB before any work, and up to 180 MB more while a tokenizer cuts a million
-    characters, which are free again for the work. With a card it is a guess.
+    Measured on a processor: 320 to 350 MB before any work, and up to 70 MB more while a tokenizer cuts calibration
+    text, which are free again for the work. With a card it is a guess.
     """
     return 600_000_000 if torch.cuda.is_available() else 400_000_000
 
