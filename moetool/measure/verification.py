@@ -153,9 +153,9 @@ def _compared(
     problems, notes = list[str](), list[str]()
     is_itself = source.fingerprint() == checkpoint.fingerprint()
     steps = () if is_itself else _steps(manifest, source, known, notes)
+    if manifest is not None and steps is None:  # how far their tensors differ would say nothing more
+        return _Original(problems=[_another_source(manifest, against)])
     stages = [step.stage for step in steps or ()]
-    if steps is None:
-        problems.append(f"its manifest names another source than {against}")
     # An export shows the matrices that codes stood for beside experts.
     pair = _comparable(made, _moe_source(source, as_matrices=not quantized_tensors(checkpoint)))
     if pair is None and not steps and not is_itself:
@@ -200,7 +200,7 @@ def _verify_base(path: str | Path, against: str | Path | None, progress: Progres
     problems = found.problems
     if against is not None:
         if not is_known_as(Checkpoint.open(against), manifest.source_fingerprint):
-            problems.append(f"it was made of another model ({manifest.source}) than {against}")
+            problems.append(_another_source(manifest, against))
         stages = [str(manifest.recipe["stage"])]
         comparison = Comparison(against=str(against), stages=stages, same_tensors=0, rounded_tensors=0)
     _raise_for(path, problems)  # what is not whole cannot be read
@@ -266,6 +266,13 @@ def _comparable(made: Source | None, original: Source | None) -> tuple[Source, S
         return None
     is_same = made.architecture == original.architecture and made.experts.shape == original.experts.shape
     return (made, original) if is_same else None
+
+
+def _another_source(manifest: Manifest, against: str | Path) -> str:
+    """A sentence on a manifest that names other sources than the one that a checkpoint is compared with, which may be
+    another model of the same name."""
+    named = ", ".join(step.source for step in manifest.origins)
+    return f"it was not made from {against}: its manifest has the fingerprint of other files ({named})"
 
 
 def _passed(made: Source, original: Source) -> set[str]:
