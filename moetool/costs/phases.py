@@ -121,10 +121,11 @@ def menu_phases(
     schemes: Sequence[StoredForms],
     refined: Work | None = None,
     *,
+    gradients: bool = True,
     in_turn: bool = False,
 ) -> Phases:
-    """The phases of a job that measures every form of every delta on the way back, and encodes the chosen ones in a
-    pass over the whole text.
+    """The phases of a job that measures every form of every delta, on the way back if it takes gradients, and encodes
+    the chosen ones in a pass over the whole text.
 
     Args:
         cost: of the text.
@@ -133,6 +134,7 @@ def menu_phases(
         schemes: forms that the deltas are offered in and that their base is stored in, by role, of each way to store
             experts on offer.
         refined: what it takes to refine one expert.
+        gradients: whether it takes gradients.
         in_turn: whether rows make good for each other's errors.
     """
     shape, deltas = size.moe, size.moe.experts * size.moe_layers
@@ -151,6 +153,8 @@ def menu_phases(
     few = gradient_cost(cost)
     measured += input_grams(few, size) + (output_moments(few, size) if in_turn else Work())
     last = Phase(ENCODE, running + chosen + weights_again(size) + write)
+    if not gradients:
+        return Phase(FORWARD, calibration_forward(few, size) + weights_again(size) + measured), last
     return *_back_with(few, size, measured), last
 
 

@@ -126,18 +126,30 @@ class CalibratedJob:
     ) -> None:
         self.job.finish(unit, made=made, digests=sweep.digests, spent=[file.path for file in spent], told=told)
 
-    def forward_pass(self, visit: Visit, layers: Collection[int] | None, *, name: str = "") -> "ForwardPass":
+    def on_fewer_windows(self) -> "CalibratedJob":
+        """A copy whose whole text is the part that gradients are taken on, or would be."""
+        self.gradient_sweep.directory.mkdir(exist_ok=True)
+        other = copy(self)
+        other.sweep = self.gradient_sweep
+        return other
+
+    def forward_pass(
+        self, visit: Visit, layers: Collection[int] | None, *, name: str = "", passes: int = 1
+    ) -> "ForwardPass":
         """The whole text on its way through the model, one layer after the other; `name` tells passes of a job apart.
 
         `visit(index, layer)` sees each of `layers` (`None`: each MoE layer), loaded, before it is left, and runs it
-        itself (`sweep.forward`, which writes the next boundary). Only two boundaries are on disk at a time.
+        itself (`sweep.forward`, which writes the next boundary). Only two boundaries are on disk at a time. `passes` is
+        how many times a visit goes over the text, for the progress bar.
         """
         visited = set(self.source.experts.moe_layers if layers is None else layers)
-        return ForwardPass(self, visit, visited, f"{name}/" if name else "")
+        return ForwardPass(self, visit, visited, f"{name}/" if name else "", passes)
 
-    def forward_visiting(self, visit: Visit, layers: Collection[int] | None = None) -> None:
+    def forward_visiting(
+        self, visit: Visit, layers: Collection[int] | None = None, *, name: str = "", passes: int = 1
+    ) -> None:
         """Take the whole text through all layers at once and visit each; see `forward_pass`."""
-        passing = self.forward_pass(visit, layers)
+        passing = self.forward_pass(visit, layers, name=name, passes=passes)
         with phase(self.job.progress, "Forward", passing.steps, BATCHES):
             passing.through(self.model.layer_count - 1)
 
@@ -263,10 +275,13 @@ class ForwardPass:
         steps: batches in all layers, for a progress bar.
     """
 
-    def __init__(self, calibrated: CalibratedJob, visit: Visit, visited: Collection[int], name: str) -> None:
+    def __init__(
+        self, calibrated: CalibratedJob, visit: Visit, visited: Collection[int], name: str, passes: int
+    ) -> None:
         self._calibrated, self._visit, self._visited, self._name = calibrated, visit, visited, name
+        self._passes = passes
         self._next = -1  # the embeddings
-        self.steps = (calibrated.model.layer_count + 1) * calibrated.sweep.batch_count
+        self.steps = sum(map(self._steps, range(-1, calibrated.model.layer_count)))
 
     def through(self, last: int) -> None:
         """Run the text through all layers up to `last`, each of which is visited and then left."""
@@ -274,12 +289,15 @@ class ForwardPass:
             self._step(index)
         self._next = max(self._next, last + 1)
 
+    def _steps(self, index: int) -> int:
+        return (self._passes if index in self._visited else 1) * self._calibrated.sweep.batch_count
+
     def _step(self, index: int) -> None:
         job, sweep, finish = self._calibrated.job, self._calibrated.sweep, self._calibrated._finish
         unit = f"{self._name}embed" if index < 0 else f"{self._name}forward/{index}"
         if index < 0:
             self._calibrated.note_text()
-        if not job.together(unit, sweep.batch_count):
+        if not job.together(unit, self._steps(index)):
             return
         if index < 0:
             sweep.embed()

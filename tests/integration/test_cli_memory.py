@@ -35,12 +35,13 @@ METHODS = (
     "d2moe --ratio 0.4 --prune-base 0.25 --pruning svd --merge fisher-frequency",
     "hybrid --ratio 0.5 --group-size 16 --merge regmean --refine 2",
     "ders-quantize --bits 3 --group-size 16",
+    "quantize --ratio 0.5 --group-size 16 --sensitivity none",
     "reap --experts 2",
     "m-smoe --experts 3",
 )
 
 
-@pytest.mark.parametrize("method", sampled(METHODS, (METHODS[1], METHODS[3], METHODS[5])))
+@pytest.mark.parametrize("method", sampled(METHODS, (METHODS[1], METHODS[3], METHODS[4], METHODS[6])))
 def test_less_memory_same_model(run_cli, tiny_mixtral_bf16, calibration, tmp_path, method) -> None:
     method = method.split()
     found, expected = twice(run_cli, tmp_path, "compress", tiny_mixtral_bf16, "--method", *method, *calibration)

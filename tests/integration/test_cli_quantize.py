@@ -111,6 +111,23 @@ def test_a_ratio_is_met(run_cli: Any, compress: Any, calibration: Any, tiny_mixt
     assert plan.json["output_bytes"] >= weight_bytes(made.path)
 
 
+def test_gradients_are_taken_only_where_they_decide_something(
+    run_cli: Any, compress: Any, calibration: Any, tiny_mixtral: Path
+) -> None:
+    unweighed = (*METHOD, *CHOICES["ratio, one per layer"])
+    beside = (*unweighed, "--include", "embeddings")
+    for options, expected in (
+        (unweighed, ["Forward", "Encode and write"]),
+        (beside, ["Forward", "Backward", "Encode and write"]),
+    ):
+        told = compress(tiny_mixtral, *options).told
+        assert [phase["name"] for phase in told["phases"]] == expected
+        assert ("gradient_windows" in told["calibration"]) == ("Backward" in expected)
+        plan = run_cli("compress", tiny_mixtral, "unused", *options, *calibration, "--dry-run", "--json").json
+        assert [phase["name"] for phase in plan["phases"]] == expected
+        assert plan["scratch_bytes"] >= told["scratch_bytes"] > 0
+
+
 def test_the_plan_is_exact(run_cli: Any, compress: Any, tiny_mixtral: Path) -> None:
     made = compress(tiny_mixtral, *METHOD, *CHOICES["nearest"])
     plan = run_cli("compress", tiny_mixtral, "unused", *METHOD, *CHOICES["nearest"], "--dry-run", "--json")

@@ -88,6 +88,14 @@ def test_killed_stages(crash, tiny_mixtral, calibration, tmp_path, command, seve
     crash.goes_on(tmp_path / "out", arguments, changes * sevenths // 7, tmp_path / "quiet")
 
 
+@pytest.mark.parametrize("sevenths", sampled((1, 2, 3, 5), [3]))
+def test_killed_while_forms_are_measured_without_gradients(crash, tiny_mixtral, calibration, tmp_path, sevenths):
+    method = ("--method", "quantize", "--ratio", 0.5, "--group-size", 16, "--sensitivity", "none")
+    arguments = ("compress", tiny_mixtral, *method, *calibration, *SHARDS)
+    changes = crash.whole(tmp_path / "quiet", arguments)
+    crash.goes_on(tmp_path / "out", arguments, changes * sevenths // 7, tmp_path / "quiet")
+
+
 @pytest.mark.parametrize(
     ("sent", "code", "at"),
     sampled(

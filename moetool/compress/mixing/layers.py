@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moetool.architectures import Role
 from moetool.bases.choices import Merge
 from moetool.bases.delta import Deltas
-from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base
+from moetool.bases.layer_base import LayerBase, agreed, base_path, measured_base, no_base
 from moetool.calibration.collectors import LayerStatistics
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.observation import Collector
@@ -58,15 +58,22 @@ class MixedLayers:
         schemes: Sequence[StorageScheme],
         merge: Merge,
         given: Mapping[int, LayerLayout] | None,
+        *,
+        gradients: bool,
     ) -> None:
-        """Measure all layers, as far as an earlier run has not; with `given` layouts only make their bases."""
+        """Measure all layers, as far as an earlier run has not; with `given` layouts only make their bases. Without
+        `gradients` no scheme has a base, and errors of all outputs count alike."""
         self.job, self._calibrated, self._options = job, calibrated, options
-        self._schemes, self._merge, self._given = schemes, merge, given
+        self._schemes, self._merge, self._given, self._gradients = schemes, merge, given, gradients
         self._reader, self._measured = calibrated.source.experts, job.work
         self._refining = (
             Refining(self._reader, job.work, job.device, options.refine, options.seed) if options.refine else None
         )
-        calibrated.reverse(self._visit, passes=2 + self._measuring_passes if given is None else 1)
+        if gradients:
+            calibrated.reverse(self._visit, passes=2 + self._measuring_passes if given is None else 1)
+        else:
+            fewer, passes = calibrated.on_fewer_windows(), 1 + self._measuring_passes
+            fewer.forward_visiting(self._visit, name="measured", passes=passes)
         self.facts = calibrated.facts
 
     def within(self, part: Job) -> "MixedLayers":
@@ -145,7 +152,10 @@ class MixedLayers:
     def _visit(self, index: int, layer: nn.Module) -> None:
         """Make a layer's base in every scheme, and measure all forms of its deltas."""
         job, calibrated = self.job, self._calibrated
-        merged = measured_base(calibrated, index, layer, self._merge, metric=self._has_metrics)
+        if self._gradients:
+            merged = measured_base(calibrated, index, layer, self._merge, metric=self._has_metrics)
+        else:
+            merged = no_base(self._reader.shape, self._reader.dtype)
         if self._given is not None:
             if (layout := self._given.get(index)) is not None:
                 agreed(job.ranks, base_path(job.work, index), merged.encoded(layout.base, layout.rotation))
@@ -157,7 +167,7 @@ class MixedLayers:
                 base = agreed(job.ranks, self._base_path(index, scheme), own)
                 deltas[scheme.name] = Deltas(weights, base, job.device)
         owned = Owned(self._reader.shape, job.ranks)
-        grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=False)
+        grams = self._grams(calibrated.gradient_sweep, index, layer, owned, keep=not self._gradients)
         schemes = [(scheme, deltas[scheme.name]) for scheme in self._schemes]
         choice, path, refined = self._options.sensitivity, losses_path(job.work, index), self._refining is not None
         sweep, shape = calibrated.gradient_sweep, self._reader.shape

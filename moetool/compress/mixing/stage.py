@@ -35,7 +35,7 @@ from moetool.costs.building_blocks import moe_size
 from moetool.costs.calibration_cost import CalibrationCost
 from moetool.costs.layer_memory import LayerMemory, Measuring
 from moetool.costs.matrix_work import refine
-from moetool.costs.phases import menu_phases, with_codes_beside
+from moetool.costs.phases import gradient_cost, menu_phases, with_codes_beside
 from moetool.errors import UsageError
 from moetool.format.layout import LayerLayout
 from moetool.job.calibrated import CalibratedJob
@@ -184,19 +184,25 @@ class MixingStage(Stage[MixingOptionsT]):
         stored = [(role, form) for scheme in self.offered for role, form in scheme.base.items()]
         bases = sum(form.nbytes(shape.matrix(role), reader.dtype) for role, form in stored)
         forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
-        backward = cost.backward_scratch(reader, at_once)
+        few = gradient_cost(cost)
+        if self._takes_gradients:
+            measuring = cost.backward_scratch(reader, at_once)
+        else:
+            measuring = few.forward_scratch(reader, at_once)
+            forward += few.boundary_bytes(shape.hidden)  # the last, which stays
         if options.refine:
             forward += RoutedTokens.nbytes(cost.samples, cost.length, shape.hidden)
         metrics = 4 * shape.hidden**2 if options.refine or options.in_turn else 0
         schemes = [(scheme.forms, scheme.base) for scheme in self.offered]
         refining = refine(shape, options.refine, BATCH_TOKENS) if options.refine else None
         size = moe_size(reader, at_once)
-        phases = menu_phases(cost, size, output, schemes, refining, in_turn=options.in_turn)
+        gradients, in_turn = self._takes_gradients, options.in_turn
+        phases = menu_phases(cost, size, output, schemes, refining, gradients=gradients, in_turn=in_turn)
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
             output_bytes=output,
-            scratch_bytes=max(backward, forward) + len(reader.moe_layers) * (bases + metrics) + included_bytes(source),
+            scratch_bytes=max(measuring, forward) + len(reader.moe_layers) * (bases + metrics) + included_bytes(source),
             memory_bytes=self._memory.nbytes(at_once),
             phases=with_codes_beside(phases, cost, included_shapes(source)),
             details={
@@ -230,16 +236,23 @@ class MixingStage(Stage[MixingOptionsT]):
 
     @cached_property
     def _cost(self) -> CalibrationCost:
-        return calibration_cost(self.source, self.options, self.options, gradients=True)
+        return calibration_cost(self.source, self.options, self.options, gradients=self._takes_gradients)
+
+    @cached_property
+    def _takes_gradients(self) -> bool:
+        """Whether gradients of the loss say how errors count, merge a base, or choose codes beside the experts."""
+        options, is_given = self.options, self.given is not None
+        is_weighed = options.sensitivity != "none" or options.refine > 0 or bool(self.source.included)
+        return is_weighed or is_given or any(scheme.has_base for scheme in self.offered)
 
     @cached_property
     def _memory(self) -> LayerMemory:
         reader, regression = self.source.experts, self.merge == "regmean"
-        base = Measuring.fisher(reader.shape, regression=regression)
+        base = Measuring.fisher(reader.shape, regression=regression) if self._takes_gradients else Measuring()
         refined_on = MOST_TOKENS if self.options.refine else 0
         codes = Measuring.codes(reader.shape, refined_on=refined_on, in_turn=self.options.in_turn)
         beside = Measuring.beside(included_shapes(self.source))
-        return self._cost.layer_memory(reader, base, codes, beside, gradients=True)
+        return self._cost.layer_memory(reader, base, codes, beside, gradients=self._takes_gradients)
 
     # Run.
 
@@ -248,7 +261,8 @@ class MixingStage(Stage[MixingOptionsT]):
         if self.given is not None:
             return None
         own = self.options.model_dump(mode="json", include=_MEASURING)
-        return {"stage": "mixing", **own, "merge": self.merge, "refined": self.options.refine > 0}
+        decided = {"merge": self.merge, "refined": self.options.refine > 0, "gradients": self._takes_gradients}
+        return {"stage": "mixing", **own, **decided}
 
     def measure(self, job: Job, beside: Sequence[AnyStage]) -> None:
         others = [scheme for other in beside if isinstance(other, MixingStage) for scheme in other.offered]
@@ -256,9 +270,10 @@ class MixingStage(Stage[MixingOptionsT]):
 
     def measured(self, job: Job, more: Sequence[StorageScheme] = ()) -> MixedLayers:
         """Measure all layers: the losses of every form on offer, and of the forms of `more` schemes."""
-        calibrated = CalibratedJob(job, self.options, gradients=True, experts_at_once=self.experts_at_once)
-        schemes = {scheme.identity: scheme for scheme in (*self.offered, *more)}
-        return MixedLayers(job, calibrated, self.options, list(schemes.values()), self.merge, self.given)
+        gradients = self._takes_gradients
+        calibrated = CalibratedJob(job, self.options, gradients=gradients, experts_at_once=self.experts_at_once)
+        schemes = list({scheme.identity: scheme for scheme in (*self.offered, *more)}.values())
+        return MixedLayers(job, calibrated, self.options, schemes, self.merge, self.given, gradients=gradients)
 
     def run(self, job: Job) -> LayersResult:
         layers = self.measured(job)
