@@ -30,25 +30,26 @@ CALIBRATED = {
     "calibrated on one kind": ("text", "^"),
     "half of it of many kinds (default)": ("half", "o"),
 }
+UNIT = "KL divergence, thousandths of a nat"
 MARKS = {"mean base + plain SVD": "s:", "D²-MoE as published": "D--", "AutoRound, 4 to 2 bits": "^--"}
 
 
 def points(label: str) -> list[tuple[float, float]]:
-    """Bytes that are left, in percent, and the divergence from the original, in nats."""
+    """Bytes that are left, in percent, and the divergence from the original, in thousandths of a nat."""
     found = []
     for cells in _rows((RESULTS / "size_and_loss.md").read_text(encoding="utf-8")):
         if cells[0].partition(", ")[0] == SERIES[label]:
-            found.append((100 - float(cells[1].rstrip("%")), float(cells[3]) / 1000))
+            found.append((100 - float(cells[1].rstrip("%")), float(cells[3])))
     return sorted(found, reverse=True)
 
 
 def other_kind() -> dict[tuple[str, str], float]:
-    """By method and what it was calibrated on, the divergence on a kind of text that calibration did not have, in nats;
-    methods in the order of the table."""
+    """By method and what it was calibrated on, the divergence on a kind of text that calibration did not have, in
+    thousandths of a nat; methods in the order of the table."""
     section = (RESULTS / "other_text.md").read_text(encoding="utf-8").partition(KINDS)[2].partition("\n## ")[0]
     head, _, *rows = _rows(section)
     column = head.index(OTHER_KIND)
-    return {(row[0].replace("`", ""), row[1]): float(row[column].partition(",")[0]) / 1000 for row in rows}
+    return {(row[0].replace("`", ""), row[1]): float(row[column].partition(",")[0]) for row in rows}
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -70,7 +71,8 @@ def draw(file: Path) -> None:
     )
     for label in SERIES:
         axes.plot(*zip(*points(label), strict=True), MARKS.get(label, "o-"), label=label, linewidth=1.6, markersize=5)
-    axes.set(yscale="log", xlabel="size of the weight files, of the original's", ylabel="KL divergence, nats per token")
+    axes.set(yscale="log", xlabel="size of the weight files, of the original's", ylabel=UNIT)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title("on the calibration's kind of text", fontsize=10)
     axes.xaxis.set_major_formatter(PercentFormatter())
     axes.invert_xaxis()

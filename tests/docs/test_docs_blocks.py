@@ -92,6 +92,7 @@ def test_the_picture_shows_what_was_measured():
     assert other["hybrid 75 %", "half"] < other["hybrid 75 %", "text"] < other["nearest 3 bits", "no text"]
     assert {calibrated for _, calibrated in other} == {own for own, _ in chart["CALIBRATED"].values()}
     assert all(label in text for label in [*points, *chart["CALIBRATED"], *(method for method, _ in other)])
+    assert "thousandths of a nat" in text, "as the pages around it say"
 
 
 def test_the_format_names_every_representation():
