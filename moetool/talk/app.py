@@ -29,6 +29,7 @@ from moetool.measure.generation import only_numbers, open_to_generate
 from moetool.measure.loading import load_to_generate
 from moetool.talk.options import ServeOptions
 from moetool.talk.requests import (
+    EMPTY_PROMPT,
     NO_TEMPLATE,
     AskedChat,
     AskedCompletion,
@@ -114,7 +115,7 @@ def _keep_to_context(model: Any, context: int | None) -> None:
     def checked(*, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> Any:
         prompt = input_ids.shape[1]
         if prompt == 0:
-            raise UsageError("The prompt is empty, and the tokenizer begins texts with nothing.")
+            raise UsageError(EMPTY_PROMPT)
         if context is not None:
             if prompt >= context:
                 raise UsageError(f"The prompt has {prompt} tokens, and the model {context} positions.")

@@ -10,6 +10,7 @@ from moetool.errors import UsageError
 from moetool.measure.generation import check_unicode
 
 NO_TEMPLATE = "This model has no chat template: send text to /v1/completions"
+EMPTY_PROMPT = "The prompt is empty, and the tokenizer begins texts with nothing."
 _UNANSWERED = ("logprobs", "echo")  # whose answer transformers' server would leave out without a word
 
 

@@ -1,6 +1,7 @@
 """An OpenAI-compatible server: transformers' own for a checkpoint on moetool's kernels, llama.cpp's for a GGUF file."""
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from moetool.errors import UsageError
 from moetool.job.progress import SILENT, Progress
 from moetool.talk.gguf import ALL_LAYERS, CHAT_TEMPLATE, loading
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import NO_TEMPLATE
+from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.responses import JSONResponse
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _MISSING_SERVER = (
     "Serving needs fastapi, uvicorn and openai, and not all of them are installed: pip install 'moetool[serve]'."
@@ -114,7 +116,10 @@ def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
         )
         app: FastAPI = server.create_app(server_settings=ServerSettings(), model_settings=[settings])
     assert server._llama_proxy is not None  # create_app has loaded the file there, and tells nobody
-    if CHAT_TEMPLATE not in server._llama_proxy().metadata:
+    llama = server._llama_proxy()
+    if not llama.tokenize(b""):
+        app.add_middleware(_Prompted)
+    if CHAT_TEMPLATE not in llama.metadata:
         from starlette.routing import Route
 
         # Else llama-cpp-python would write chats as for Llama 2. The first route that fits answers.
@@ -122,8 +127,43 @@ def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
     return app
 
 
+class _Prompted:
+    """Refuses requests to continue an empty prompt, at which llama-cpp-python fails if texts begin with no token."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http" or scope["path"] != "/v1/completions":
+            return await self._app(scope, receive, send)
+        from starlette.requests import Request
+
+        body = await Request(scope, receive).body()
+        if _is_empty(body):
+            return await _refused(EMPTY_PROMPT)(scope, receive, send)
+        read: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def again() -> "Message":
+            return read.pop() if read else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _is_empty(body: bytes) -> bool:
+    """Whether a request, as far as it is JSON, has no prompt, or a list with none or an empty one."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(asked, dict) and asked.get("prompt") in (None, "", [], [""])
+
+
 def _without_template(_: object) -> "JSONResponse":
     """What programs are answered that want to chat with a model without a chat template."""
+    return _refused(NO_TEMPLATE)
+
+
+def _refused(message: str) -> "JSONResponse":
     from starlette.responses import JSONResponse
 
-    return JSONResponse({"error": {"message": NO_TEMPLATE, "type": "invalid_request_error"}}, status_code=400)
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=400)

@@ -11,7 +11,7 @@ from moetool.talk.checkpoint import CheckpointTalker
 from moetool.talk.conversation import Conversation
 from moetool.talk.gguf import GgufTalker
 from moetool.talk.options import ChatOptions, ServeOptions, gguf_file
-from moetool.talk.requests import NO_TEMPLATE
+from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE
 from moetool.talk.server import _gguf_app
 
 pytest.importorskip("llama_cpp", reason="wants moetool[llama-cpp]")
@@ -60,6 +60,20 @@ def test_a_chat_without_a_template_is_refused_by_the_server(exported: Path) -> N
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, NO_TEMPLATE)
         answer = asked.post("/v1/completions", json={"prompt": "one", "max_tokens": 2})
         assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "asked_for", [{}, {"prompt": ""}, {"prompt": []}, {"prompt": [""]}, {"prompt": "", "stream": True}]
+)
+def test_an_empty_prompt_is_refused_by_the_server(exported: Path, asked_for: dict[str, object]) -> None:
+    """llama-cpp-python fails at it: `tiny_mixtral`'s tokenizer begins texts with no token."""
+    pytest.importorskip("llama_cpp.server.app", reason="wants moetool[llama-cpp]")
+    client = pytest.importorskip("starlette.testclient", reason="wants httpx").TestClient
+    with client(_gguf_app("mine", exported, ServeOptions(context=256))) as asked:
+        answer = asked.post("/v1/completions", json=asked_for)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, EMPTY_PROMPT)
+        for prompt in (" ", ["one"]):
+            assert asked.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).status_code == 200
 
 
 def test_the_library_that_is_missing_is_named(run_cli: RunCli, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
