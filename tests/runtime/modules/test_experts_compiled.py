@@ -1,17 +1,21 @@
 """Compressed experts under `torch.compile`, `torch.export`, `torch.jit` and the static caches of transformers."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
-from stored_experts import batch, distance, experts_of, model_of
+from stored_experts import batch, distance, experts_in, experts_of, is_on_kernels, model_of
 from torch import Tensor
-from transformers import CompileConfig
+from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 import moetool
 from moetool.compiled.compiler import problem
 from moetool.errors import UsageError
+from moetool.quiet import quiet
+from moetool.runtime.cache_name import CACHE
 
 TOKENS = torch.arange(3, 83).view(2, 40)
 GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -58,6 +62,33 @@ def test_a_model_is_one_graph(graphs: Graphs) -> None:
             assert distance(found, model(input_ids=tokens, use_cache=False).logits) < 1e-6
     assert len(graphs.made) <= 3  # one token, the first prompt, any other
     assert all(str(graph.code).count("moetool.experts") == 2 for graph in graphs.made)  # the routed and the shared
+
+
+@pytest.mark.parametrize("form", [("--bits", 4, "--group-size", 8), ("--bits", 2, "--group-size", 8, "--trellis")])
+def test_a_deepseek_v3_decodes_as_in_plain_torch(
+    graphs: Graphs, run_cli: Any, save_model: Any, tmp_path: Path, form: tuple[object, ...]
+) -> None:
+    """Grouped routing, latent attention and a shared expert add no error to that of fp32 in the kernels' sums."""
+    source = save_model(families.build("deepseek_v3"), tmp_path / "source")
+    method = ("--method", "quantize", "--rounding", "nearest", *form)
+    assert run_cli("compress", source, tmp_path / "small", *method).code == 0
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
+    assert experts_in(model)
+    assert all(map(is_on_kernels, experts_in(model)))
+
+    @torch.no_grad()
+    def steps(run: Any) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(TOKENS[:1, :6], **{CACHE: cache})
+        return torch.cat([run(TOKENS[1:, place : place + 1], **{CACHE: cache}).logits for place in range(12)])
+
+    on_kernels, compiled = steps(model), steps(torch.compile(model, fullgraph=True, backend=graphs))
+    for experts in experts_in(model):
+        experts.forward = experts.eager  # type: ignore[method-assign]
+    expected = steps(model)
+    assert 0 < distance(on_kernels, expected) < 2e-6
+    assert 0 < distance(compiled, expected) < 2e-6
 
 
 def test_layers_that_are_compiled_one_by_one_share_graphs(graphs: Graphs) -> None:
