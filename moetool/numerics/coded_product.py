@@ -20,7 +20,6 @@ from moetool.numerics.quantization import levels
 
 _TILE = 1 << 20  # bytes of codes looked up at a time; of three bits, whose table is larger, less than half
 _FEW = 16  # inputs up to which spreading them is faster than looking rows up one by one
-_EIGHT_SIGNS = -0x7F7F7F7F7F7F7F80  # the highest bit of each of eight bytes
 LOOKED_UP_BITS = (1, 2, 3, 4, 8)  # bits of the codes that it knows
 _WIDE = {4: torch.int32, 8: torch.int64, 16: torch.complex128}  # what is as many bytes
 
@@ -133,11 +132,7 @@ class _Part:
     def _signed(self, codes: Tensor, scratch: _Scratch) -> Tensor:
         """Whole numbers from -128 on."""
         held = scratch.bytes[: codes.numel()].view(codes.shape)
-        if codes.shape[1] % 8 == 0 and codes.storage_offset() % 8 == 0:
-            torch.bitwise_xor(codes.view(torch.int64), _EIGHT_SIGNS, out=held.view(torch.int64))
-        else:
-            torch.bitwise_xor(codes, 128, out=held)
-        return held.view(torch.int8)
+        return torch.bitwise_xor(codes, 128, out=held).view(torch.int8)
 
     def _index(self, rows: slice, groups: int, pairs: bool, scratch: _Scratch) -> Tensor:
         """Where bytes (or pairs of them) are in their table; groups, which are multiplied one by one, come first."""
