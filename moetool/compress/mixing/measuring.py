@@ -155,15 +155,16 @@ def encoded(
         Tensors, by name relative to the experts.
     """
     sensitivity = LayerSensitivity(choice, deltas.base.statistics, grams.energy(), grams.tokens())
+    shape = reader.shape
 
-    def own(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
-        inputs: dict[bool, Measured] = {}
+    def encode(expert: int, *, keeps_size: bool) -> dict[Role, dict[str, Tensor]]:
+        inputs = dict[tuple[Role, ...], Measured]()  # gate and up of an expert have the same
         found, errors = {}, dict[Role, Tensor]()
         seen = None if metric is None else metric.of(expert)
-        for role in reader.shape.roles:
+        for role in shape.roles:
             if not owned.has(role, expert):
                 continue
-            form, matrix = (layout.weights[role] or ())[expert], reader.shape.matrix(role)
+            form, matrix = (layout.weights[role] or ())[expert], shape.matrix(role)
             rotation = layout.input_rotation(role)
             exact = rotated(deltas.target(role, expert, form), rotation)
             if form.is_whole:
@@ -171,21 +172,20 @@ def encoded(
                 continue
             target = exact if seen is None else seen.target(role, exact, errors)
             counts = sensitivity.of(role, expert, matrix[1], whitened=True)
-            if (role == "down") not in inputs:  # gate and up of an expert have the same inputs
-                gram = grams.gram(expert, role)
-                inputs = {role == "down": Measured.on_inputs(gram, rotation, keeps_size=keeps_size)}
-            own = replace(inputs[role == "down"], norm=ChannelNorm.of(counts.row_scale))
+            if (group := shape.group(role)) not in inputs:
+                inputs = {group: Measured.on_inputs(grams.gram(expert, role), rotation, keeps_size=keeps_size)}
+            measured = replace(inputs[group], norm=ChannelNorm.of(counts.row_scale))
             if seen is not None and (rows := seen.rows(role)) is not None:
-                norm = LinkedNorm.of(rows, len(target), target.device) if form.directions else own.norm
-                own = replace(own, outputs=rows, norm=norm)
-            found[role] = form.encode(target, reader.dtype, prepared(target, [form], own))
+                norm = LinkedNorm.of(rows, len(target), target.device) if form.directions else measured.norm
+                measured = replace(measured, outputs=rows, norm=norm)
+            found[role] = form.encode(target, reader.dtype, prepared(target, [form], measured))
             errors[role] = exact - form.decode(found[role], matrix, reader.dtype).to(exact)
         return found
 
     for expert in (expert for experts in grams.sets() for expert in experts):
-        made: Mapping[Role, Mapping[str, Tensor]] = own(expert, keeps_size=refining is None)
+        made: Mapping[Role, Mapping[str, Tensor]] = encode(expert, keeps_size=refining is None)
         if refining is not None and made:  # what was not refined has to be stretched after all
-            made = refining.refined(expert, made) or own(expert, keeps_size=True)
+            made = refining.refined(expert, made) or encode(expert, keeps_size=True)
         for role, tensors in made.items():
             for name, tensor in tensors.items():
                 yield delta_name(expert, role, name), to_cpu(tensor)
