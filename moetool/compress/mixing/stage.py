@@ -4,7 +4,8 @@ The order of a compression, from object to object (`d2moe` has `LayerFactors` at
 
  1. `MixingStage.plan` takes target, schemes and costs from file headers; `run` goes by the same cached values.
  2. `CalibratedJob` draws the windows of text and opens the model, one layer of which is in memory at a time.
- 3. `CalibratedJob.reverse` runs the gradient windows forwards to the loss and back, and stops at each MoE layer, where
+ 3. `CalibratedJob.reverse` runs the gradient windows forwards to the loss and back (or `forward_visiting`, forwards
+    alone, where gradients decide nothing), and stops at each MoE layer, where
  4. `MixedLayers` merges the base, takes deltas to it in every scheme, and writes the estimated losses of all forms.
  5. `Choosing.mix` spends the target on all layers at once (`budget.spending`): a `LayerLayout` for each layer.
  6. `MixedLayers.keep_bases` keeps, of each layer's bases, the one of the scheme that was chosen.
