@@ -5,7 +5,7 @@ that of an expert (`calibration.output_metric`). Errors move between `LINKED_ROW
 kept, as correlations in fp16.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,14 +25,20 @@ _ENERGY = "energy"
 class RowMoments:
     """`Σ g gᵀ` of the gradients g at a matrix's outputs, between rows of one chunk of `LINKED_ROWS`."""
 
-    def __init__(self, rows: int, length: int, device: torch.device) -> None:
-        """Start without gradients, for a matrix of so many `rows` and windows of `length` tokens."""
-        self._grams = [HalvedGram(size, length, 0, device) for size in _chunks(rows)]
+    def __init__(self, rows: int, length: int, device: torch.device, first: int = 0) -> None:
+        """Start without gradients, for a matrix of so many `rows` and windows of `length` tokens, of which other
+        processes run the `first`."""
+        self._grams = [HalvedGram(size, length, first, device) for size in _chunks(rows)]
 
     def add(self, gradients: Tensor) -> None:
         """Add gradients `[windows · length, rows]` at outputs."""
         for gram, part in zip(self._grams, gradients.split(LINKED_ROWS, 1), strict=True):
             gram.add(part)
+
+    def reduce(self, all_reduce: Callable[[Tensor], object]) -> None:
+        """Add up, by a function that does so in place, what several processes have seen of windows of their own."""
+        for gram in self._grams:
+            gram.reduce(all_reduce)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a file keeps: the energy of every row, `[rows]` fp32, and by chunk the correlations in fp16."""

@@ -5,6 +5,7 @@ whole numbers times one number each of the block, s = d · scale code and m = dm
 and m are d and dmin themselves, with codes of one.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -78,6 +79,15 @@ class BlockLayout:
         """Round fp32 numbers to the nearest that d and dmin can be, those beyond their range to the largest."""
         most = torch.finfo(self.unit).max
         return numbers.clamp(-most, most).to(self.unit).float()
+
+
+@dataclass(frozen=True)
+class SizedLayout(BlockLayout, ABC):
+    """A kind of blocks whose bytes are known."""
+
+    @abstractmethod
+    def size(self, numbers: int) -> int:
+        """Bytes that so many elements take in this type, whole blocks only."""
 
 
 def even_levels(first: int, count: int) -> tuple[int, ...]:

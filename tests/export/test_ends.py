@@ -17,8 +17,8 @@ from moetool.calibration.sweep import Sweep
 from moetool.calibration.table_moments import Weighed
 from moetool.export.blocks.coding import block_codes
 from moetool.export.blocks.prepared_gram import PreparedGram
-from moetool.export.gguf import ends
-from moetool.export.gguf.ends import Ends, table_losses
+from moetool.export.choosing import ends
+from moetool.export.choosing.ends import Ends, table_losses
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.blocks import BLOCK_TYPES
@@ -43,7 +43,8 @@ def test_they_are_what_gradients_say(family: str, more: Any, tmp_path: Path) -> 
     sweep = Sweep(model, tokens, tmp_path)
     calibrated: Any = SimpleNamespace(gradient_sweep=sweep, job=SimpleNamespace(device=CPU, work=tmp_path))
     names, written = ("token_embd.weight", "output.weight"), GgufSource.of(source.checkpoint)
-    found = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names], written)
+    vars(written)["is_tied"] = False
+    found = Ends(calibrated, written)
     sweep.embed()
     for index in range(model.layer_count):
         with model.layer(index) as layer:
@@ -69,10 +70,13 @@ def test_they_are_what_gradients_say(family: str, more: Any, tmp_path: Path) -> 
     torch.testing.assert_close(head.rows, expected, rtol=1e-3, atol=1e-9)
     # A file that holds its embeddings three times as large has errors that count a ninth.
     scaled = replace(written, family=replace(written.family, scaled={names[0]: lambda _: 3.0}))
-    [thrice] = Ends(calibrated, [table(name, torch.zeros(8, 32)) for name in names], scaled).weighed[names[0]]
+    vars(scaled)["is_tied"] = False
+    [thrice] = Ends(calibrated, scaled).weighed[names[0]]
     torch.testing.assert_close(9 * thrice.rows, embedded.rows)
     # Without a head of its own the table is both.
-    assert len(Ends(calibrated, [table(names[0], torch.zeros(8, 32))], written).weighed[names[0]]) == 2
+    tied = replace(written)
+    vars(tied)["is_tied"] = True
+    assert len(Ends(calibrated, tied).weighed[names[0]]) == 2
 
 
 @pytest.fixture

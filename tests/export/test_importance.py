@@ -10,7 +10,7 @@ from torch import nn
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.row_moments import ProjectionMetric, save_row_moments
 from moetool.checkpoint.reader import Checkpoint
-from moetool.export.gguf.importance import LayerMoments
+from moetool.export.choosing.moments import LayerMoments
 from moetool.export.gguf.model import GgufSource
 from moetool.format.gguf.words import interleaved
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from moetool.errors import UsageError
 from moetool.export.blocks.coding import block_codes
 from moetool.export.blocks.prepared_gram import PreparedGram
-from moetool.export.gguf import own_types
+from moetool.export.choosing import losses as trying
+from moetool.export.choosing.losses import TypeLosses, try_types
 from moetool.export.gguf.file import GgufTensor
-from moetool.export.gguf.own_types import TypeLosses, own_menu, try_types
+from moetool.export.gguf.own_types import own_menu
 from moetool.format.gguf.blocks import BLOCK_TYPES, NumberType
 
 KINDS = [BLOCK_TYPES[name] for name in ("q2_k", "q4_k", "q8_0")]
@@ -65,7 +66,7 @@ def given() -> Tensor:
 
 
 def test_all_rows_tried_say_what_the_codes_lose(given: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_types, "_ROWS", 48)
+    monkeypatch.setattr(trying, "_ROWS", 48)
     draw, losses = torch.Generator().manual_seed(1), TypeLosses(KINDS)
     inputs, expected = PreparedGram.of(given), torch.zeros(len(KINDS), dtype=torch.float64)
     assert inputs is not None

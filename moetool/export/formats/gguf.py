@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moetool.calibration.data import BUNDLED
 from moetool.checkpoint.files import write_bytes
-from moetool.checkpoint.sizes import format_bytes, format_least_bytes
+from moetool.checkpoint.sizes import format_bytes
 from moetool.compress.coding_text import NEAREST
 from moetool.costs.building_blocks import (
     ModelSize,
@@ -30,9 +30,12 @@ from moetool.costs.layer_memory import Measuring
 from moetool.costs.phases import BACKWARD, FORWARD, WRITE, Phase, Phases, rewriting_phases
 from moetool.errors import UsageError, VerificationError
 from moetool.export.blocks.coding import choosing_blocks, preparing_inputs
+from moetool.export.choosing.ends import Ends
+from moetool.export.choosing.losses import expected_coding, moments_between_rows, trying_types
+from moetool.export.choosing.measuring import measure_types
+from moetool.export.choosing.menu import Menu, counted_types
 from moetool.export.gguf.checking import check_source
 from moetool.export.gguf.coded_layers import CodedLayers
-from moetool.export.gguf.ends import Ends
 from moetool.export.gguf.file import BLOCK_ALIGNMENT, GgufTensor, data_bytes, head_bytes, write_gguf
 from moetool.export.gguf.imatrix import write_imatrix
 from moetool.export.gguf.measuring import TensorStatistics, measure_tensors, on_text
@@ -40,10 +43,10 @@ from moetool.export.gguf.metadata import describe_model, file_type
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.modelfile import generation_defaults, modelfile
 from moetool.export.gguf.options import ExportGgufOptions, GgufDetails, layer_types
-from moetool.export.gguf.own_types import expected_coding, measure_types, moments_between_rows, own_menu, trying_types
+from moetool.export.gguf.own_types import own_menu
 from moetool.export.gguf.proof import prove_file
 from moetool.export.gguf.remarks import remarks
-from moetool.export.gguf.tensor_types import FewBits, Menu, advisable, counted_types, type_lines
+from moetool.export.gguf.tensor_types import FewBits, advisable, type_lines
 from moetool.export.gguf.tokenizer import GgufTokenizer, has_tokenizer, read_tokenizer
 from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, BlockType, NumberType
 from moetool.format.gguf.words import IMATRIX, MODEL, MODELFILE, TENSOR_TYPES, gguf_library, layer_of
@@ -119,15 +122,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if size is None:
             assert self.options.bits_per_weight is not None
             return menu.budget(self.options.bits_per_weight)
-        least, most = (self._most_around + menu.nbytes(chosen) for chosen in (menu.smallest, menu.largest))
-        if size < least:
-            fewer = "" if self.source.experts is None else ", or first take out experts (compress --method reap)"
-            raise UsageError(
-                f"--size {format_bytes(size)}: in llama.cpp's types this model takes from {format_least_bytes(least)} "
-                f"to {format_bytes(most)}. Embeddings and head have at least 3 bits there, norms and routers 32. "
-                f"Give more{fewer}."
-            )
-        return size - self._most_around
+        return menu.budget_within(size, self._most_around, has_experts=self.source.experts is not None)
 
     @cached_property
     def _head_bytes(self) -> int:
@@ -184,7 +179,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         output = self._head_bytes + data_bytes(tensors)
         if menu is not None:
             output = self._most_around + min(self._budget, menu.nbytes(menu.largest))
-            least, most = (format_bytes(self._most_around + menu.nbytes(own)) for own in (menu.smallest, menu.largest))
+            least, most = map(format_bytes, menu.sizes(self._most_around))
             types.append(f"{len(menu.types)} in types to be chosen, with which the file takes from {least} to {most}")
         moments = [] if menu is None else moments_between_rows(menu)
         if odd := self._fallen_back:
@@ -256,7 +251,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         if self._text is not None:
             calibrated = on_text(job, self._text, gradients=self._has_gradients)
             if self._own_menu is not None:
-                ends = Ends(calibrated, self._tensors, source)
+                ends = Ends(calibrated, source)
                 details = self._choose(job, calibrated, self._own_menu, ends)
             if self._coded:
                 coded = CodedLayers(job, calibrated, self._coded, ends)
@@ -278,7 +273,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         self, job: Job[GgufSource], calibrated: CalibratedJob, menu: Menu[BlockType], ends: Ends
     ) -> GgufDetails:
         """Choose the types of all tensors on the text, and tell which they are."""
-        chosen = menu.choose(self._budget, measure_types(job, calibrated, menu, ends))
+        chosen = menu.choose(self._budget, measure_types(calibrated, self.source, ends, menu))
         self._tensors = [
             replace(tensor, type=chosen[tensor.name].name) if tensor.name in chosen else tensor
             for tensor in self._tensors

@@ -9,7 +9,6 @@ were taken to choose types, rows are coded in turn, each making good for the err
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,13 +19,14 @@ from moetool.architectures import Role
 from moetool.calibration.input_grams import InputGramCollector
 from moetool.calibration.output_metric import ExpertMetric, LayerMetric
 from moetool.calibration.projection_grams import ProjectionGrams
-from moetool.calibration.row_moments import ProjectionMetric, row_moments_path
+from moetool.calibration.row_moments import row_moments_path
 from moetool.calibration.slopes import SlopeSamples
 from moetool.checkpoint.files import save_tensors
 from moetool.checkpoint.writer import check_finite
 from moetool.export.blocks.coding import block_codes, expert_codes
 from moetool.export.blocks.prepared_gram import PreparedGram
-from moetool.export.gguf.ends import Ends
+from moetool.export.choosing.ends import Ends
+from moetool.export.choosing.projections import projection_codes
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.packing import packed
@@ -72,7 +72,8 @@ class CodedLayers:
         layer = layer_of(name)
         if layer < 0:
             assert self._ends is not None
-            yield from self._ends.blocks(self._tensors[name])
+            kind = self._kind(name)
+            yield from (packed(blocked, kind) for blocked in self._ends.coded(self._tensors[name], kind))
             return
         self._pass.through(layer)
         with safe_open(self._file(layer), "pt") as file:
@@ -91,27 +92,23 @@ class CodedLayers:
 
     def _visit(self, layer: int, module: nn.Module) -> None:
         job, source = self._job, self._job.source
-        named = {
-            path: [name for name in names if name in self._tensors] for path, names in source.projections(layer).items()
-        }
+        watched = source.watched(layer, module)
+        named = {path: [name for name in own.shapes if name in self._tensors] for path, own in watched.items()}
         named = {path: names for path, names in named.items() if names}
-        projections = {path: module.get_submodule(path) for path in named}
-        grams = ProjectionGrams(layer, projections, self._sweep, job.device)
+        grams = ProjectionGrams(layer, {path: watched[path].module for path in named}, self._sweep, job.device)
         in_turn = self._ends is not None
         experts = grams_of_experts(source, layer, job.device, slopes=SlopeSamples() if in_turn else None)
         with grams.watching():
             self._sweep.forward(layer, module, [] if experts is None else [experts])
-        found = dict[str, Tensor]()
-        for owner, same in grams.shared().items():
-            inputs = PreparedGram.of(grams[owner])
-            for name in chain.from_iterable(named[path] for path in same):
-                whole, kind = torch.cat(list(self._tensors[name].parts())).to(job.device), self._kind(name)
-                check_finite(name, whole)
-                rows = ProjectionMetric.read(row_moments_path(job.work, layer), name, job.device) if in_turn else None
-                found[name] = packed(block_codes(whole, kind, inputs, rows), kind)
+        moments = row_moments_path(job.work, layer) if in_turn else None
+        coded = projection_codes(grams, named, self._matrix, moments, job.device)
+        found = {name: packed(blocked, self._kind(name)) for name, blocked in coded}
         if experts is not None:
             found |= self._coded_experts(layer, experts)
         save_tensors(self._file(layer), found)
+
+    def _matrix(self, name: str) -> tuple[Tensor, BlockType]:
+        return torch.cat(list(self._tensors[name].parts())), self._kind(name)
 
     def _coded_experts(self, layer: int, grams: InputGramCollector) -> dict[str, Tensor]:
         reader, found = self._job.source.experts, defaultdict[str, list[Tensor]](list)

@@ -19,7 +19,7 @@ from moetool.export.blocks.coding import block_codes
 from moetool.export.gguf.mxfp4 import mxfp4_bytes
 from moetool.export.gguf.packing import packed
 from moetool.format.gguf.blocks import BLOCK_TYPES, MXFP4, WITHOUT_SUPER_BLOCKS, NumberType, StoredType
-from moetool.format.gguf.words import EMBEDDINGS, HEAD, gguf_library
+from moetool.format.gguf.words import EMBEDDINGS, HEAD, gguf_library, layer_of
 from moetool.job.progress import Progress
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class GgufTensor:
     type: StoredType
     parts: Callable[[], Iterator[Tensor]]
     has_inputs: bool = True
+
+    @property
+    def layer(self) -> int:
+        """The decoder layer that it is of; −1 outside of all layers."""
+        return layer_of(self.name)
 
     @property
     def numbers(self) -> int:

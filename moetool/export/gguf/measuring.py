@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moetool.checkpoint.files import save_tensors
+from moetool.export.choosing.menu import Menu
+from moetool.export.choosing.moments import LayerMoments
 from moetool.export.gguf.file import GgufTensor
 from moetool.export.gguf.imatrix import imatrix_tensors
-from moetool.export.gguf.importance import LayerMoments
 from moetool.export.gguf.model import GgufSource
-from moetool.export.gguf.tensor_types import FewBits, Menu, rounding_losses
+from moetool.export.gguf.tensor_types import FewBits, rounding_losses
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job, Source
 from moetool.job.options import TextOptions

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetool.architectures import MoEShape, Role
 from moetool.architectures.base import Settings
@@ -20,6 +20,7 @@ from moetool.checkpoint.manifest import manifest_of
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import model_config
 from moetool.errors import InvalidInputError
+from moetool.export.choosing.written import WatchedModule
 from moetool.export.gguf.facts import GgufFacts
 from moetool.export.gguf.file import GgufTensor, is_quantized, type_for
 from moetool.export.gguf.rope import LONG_ROPE, ROPES_BY_PAIR, factors_by_pair
@@ -195,6 +196,44 @@ class GgufSource(GgufFacts):
     def _changes_by_name(self) -> Mapping[str, tuple[Change, tuple[str, ...]]]:
         """The changes of tensors of all layers and outside of them by the checkpoint's names, with the file's names."""
         return self.family.changed(range(self.layers), self.layer)
+
+    @property
+    def embeddings(self) -> str:
+        return EMBEDDINGS
+
+    @property
+    def head(self) -> str | None:
+        return None if self.is_tied and not self.family.needs_head else HEAD
+
+    def watched(self, layer: int, module: nn.Module) -> dict[str, WatchedModule]:
+        return {path: self._projection(layer, module, path, names) for path, names in self.projections(layer).items()}
+
+    def _projection(self, layer: int, module: nn.Module, path: str, names: Sequence[str]) -> WatchedModule:
+        projection, change = module.get_submodule(path), self.changes(layer).get(path)
+        weight = projection.weight
+        assert isinstance(weight, Tensor)
+        is_transposed = change is not None and change.is_transposed
+        rows, columns = weight.shape[::-1] if is_transposed else weight.shape
+        settings = {} if change is None else self.config.to_dict()
+
+        def apart(gradients: Tensor) -> Sequence[Tensor]:
+            if change is None or is_transposed:
+                return gradients.chunk(len(names))
+            return change.apart(settings, gradients)
+
+        def in_file(gradients: Tensor) -> list[Tensor]:  # what multiplies a row in the file divides the gradient at it
+            parts = zip(names, apart(gradients), strict=True)
+            return [self.turned(name, self.family.multiplied(name, self.config, own, power=-1)) for name, own in parts]
+
+        parts = apart(torch.empty(rows, 1, device="meta"))
+        shapes = {name: (len(part), columns) for name, part in zip(names, parts, strict=True)}
+        return WatchedModule(projection, shapes, in_file)
+
+    def expert_tensor(self, layer: int, role: Role) -> str:
+        return layer_in_file(layer, EXPERTS[role])
+
+    def counted_embeddings(self, rows: Tensor) -> Tensor:
+        return self.family.multiplied(EMBEDDINGS, self.config, rows, power=-2)
 
     def turned(self, name: str, rows: Tensor) -> Tensor:
         """Reorder values per row of a tensor, named as in GGUF, from the model's order of rows to the file's."""

@@ -1,27 +1,21 @@
-"""Choice of a type for each tensor of a file, by the estimated loss of each type.
+"""The types that llama-quantize can give to each tensor of a file, and the estimated loss of each.
 
 Where llama-quantize will code the tensors, losses are measured on an even grid with as many bits, and as many numbers
 per scale. llama.cpp's own search for scales loses less, for all types about alike. `own_types` measures the losses of
 codes that moetool chooses. Types for rows that are no whole super-blocks are those of llama-quant.cpp.
 """
 
-import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from moetool.compress.budget.items import Group, offered
-from moetool.compress.budget.spending import allocate
-from moetool.errors import UsageError
+from moetool.export.choosing.menu import Menu
 from moetool.export.gguf.file import GgufTensor
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
-from moetool.format.gguf.words import EMBEDDINGS, HEAD, layer_of
+from moetool.format.gguf.words import EMBEDDINGS, HEAD
 
 _AT_ONCE = 1 << 22  # numbers that are rounded at a time
 
@@ -69,6 +63,7 @@ _TINY = torch.finfo(torch.float32).tiny
 _K_QUANTS = tuple(map(FewBits, ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K")))
 _SHORT = tuple(map(FewBits, ("iq4_nl", "q5_0", "q5_1")))
 _Q8 = FewBits("q8_0")
+_LEAST = "head and embeddings keep more bits, routers and norms fp32"
 _OUTSIDE = {HEAD: 6, EMBEDDINGS: 4}  # least bits, as in llama.cpp, of tensors that no gradients are measured of
 
 
@@ -108,90 +103,13 @@ def rounding_losses(
     return losses.tolist()
 
 
-KindT = TypeVar("KindT", FewBits, BlockType)
-
-
-@dataclass(frozen=True)
-class Menu(Generic[KindT]):
-    """The types on offer for the tensors of a file.
-
-    Attributes:
-        tensors: all tensors of the file.
-        types: those on offer by the tensor's name, the smallest first; tensors that stay as they are have no entry.
-    """
-
-    tensors: Sequence[GgufTensor]
-    types: Mapping[str, tuple[KindT, ...]]
-
-    def nbytes(self, chosen: Mapping[str, KindT]) -> int:
-        """Bytes of all tensors of the file with the types that were chosen, without padding."""
-        return sum(
-            chosen[tensor.name].size(tensor.numbers) if tensor.name in chosen else tensor.nbytes
-            for tensor in self.tensors
-        )
-
-    @cached_property
-    def numbers(self) -> int:
-        """Number of elements that all tensors of the file have together."""
-        return sum(tensor.numbers for tensor in self.tensors)
-
-    def bits_per_weight(self, chosen: Mapping[str, KindT]) -> float:
-        """The bits per number over all tensors, as llama.cpp tells it."""
-        return 8 * self.nbytes(chosen) / self.numbers
-
-    @property
-    def smallest(self) -> dict[str, KindT]:
-        """Choose the smallest type on offer for each tensor."""
-        return {name: types[0] for name, types in self.types.items()}
-
-    @property
-    def largest(self) -> dict[str, KindT]:
-        """Choose the largest type on offer for each tensor."""
-        return {name: types[-1] for name, types in self.types.items()}
-
-    def budget(self, target: float) -> int:
-        """Bytes of all tensors at so many bits per weight. Raises `UsageError` where no types are that small."""
-        least, most = (self.bits_per_weight(chosen) for chosen in (self.smallest, self.largest))
-        if least > target:
-            raise UsageError(
-                f"--target-bpw {target:g} is less than this model can have: head and embeddings keep more bits, "
-                f"routers and norms fp32. With the largest types on offer it has {most:.2f} bits per weight, with the "
-                f"smallest types {math.ceil(100 * least) / 100:.2f}."
-            )
-        return int(target / 8 * self.numbers)
-
-    def choose(self, budget: int, losses: Mapping[str, Sequence[float]]) -> dict[str, KindT]:
-        """The types with which a file whose tensors take at most `budget` bytes loses least (`compress.budget`).
-
-        Args:
-            budget: bytes, no fewer than the smallest types take.
-            losses: by name, of each type; those of a tensor with one type may be missing.
-        """
-        open_ = [tensor for tensor in self.tensors if len(self.types.get(tensor.name, ())) > 1]
-        items = {
-            (layer_of(tensor.name), tensor.name, 0): offered(
-                types, [kind.size(tensor.numbers) for kind in types], losses[tensor.name]
-            )
-            for tensor in open_
-            for types in [self.types[tensor.name]]
-        }
-        fixed = self.nbytes(self.smallest) - sum(int(item.nbytes[0]) for item in items.values())
-        found = allocate("water-filling", [Group(items)], budget - fixed)
-        return self.smallest | {name: kind for (_, name, _), kind in found.items()}
-
-
 def advisable(tensors: Sequence[GgufTensor]) -> Menu[FewBits]:
     """List the types that llama-quantize can be told to give to each tensor of a file."""
     is_tied = all(tensor.name != HEAD for tensor in tensors)
     offers = {tensor.name: offered_types(tensor, is_tied=is_tied) for tensor in tensors}
-    return Menu(tensors, {name: types for name, types in offers.items() if types})
+    return Menu(tensors, {name: types for name, types in offers.items() if types}, "llama.cpp", _LEAST)
 
 
 def type_lines(chosen: Mapping[str, FewBits]) -> str:
     """The lines of llama-quantize's `--tensor-type-file`: patterns of names, and types."""
     return "".join(f"^{re.escape(name)}$={kind.name}\n" for name, kind in chosen.items())
-
-
-def counted_types(chosen: Mapping[str, KindT]) -> str:
-    """Describe how many tensors have each type, the most frequent first: `12 q4_K, 4 q6_K`."""
-    return ", ".join(f"{count} {name}" for name, count in Counter(kind.name for kind in chosen.values()).most_common())

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moetool.format.blocks import NONE, ONE, BlockLayout, even_levels
+from moetool.format.blocks import NONE, ONE, SizedLayout, even_levels
 from moetool.format.gguf.lattices import pack_iq2_s, pack_iq2_xs, pack_iq2_xxs, pack_iq3_s, pack_iq3_xxs
 from moetool.format.gguf.parts import BlockParts
 
@@ -49,7 +49,7 @@ IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 @dataclass(frozen=True)
-class BlockType(BlockLayout):
+class BlockType(SizedLayout):
     """A quantized type of llama.cpp.
 
     Attributes:
@@ -65,7 +65,6 @@ class BlockType(BlockLayout):
     units: tuple[int, ...] = (0,)
 
     def size(self, numbers: int) -> int:
-        """Bytes that so many elements take in this type, whole blocks only."""
         return numbers // self.numbers * self.nbytes
 
 

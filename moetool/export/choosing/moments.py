@@ -1,4 +1,4 @@
-"""Second moments of the inputs of every matrix of a GGUF file on a text, and of the gradients at its outputs.
+"""Second moments of the inputs of every matrix of an export on a text, and of the gradients at its outputs.
 
 The first is llama.cpp's importance matrix: Σ x² of every input, by expert. With gradients δ at the outputs, an error E
 in a matrix then costs about `Σ_j mean(δ_j²) Σ_i Σ(x_i²) E_ji²` in loss, as in `compress.factors.sensitivity`.
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from moetool.calibration.held_experts import ExpertRun
 from moetool.calibration.observation import Collector
+from moetool.calibration.peers import Peers
 from moetool.calibration.row_moments import RowMoments
-from moetool.export.gguf.model import GgufSource
-from moetool.format.gguf.words import EXPERTS, layer_in_file
+from moetool.export.choosing.written import WrittenModel
 
-_Apart = Callable[[Tensor], Sequence[Tensor]]  # gradients `[out, tokens]` of a module as those of the file's tensors
+_Apart = Callable[[Tensor], Sequence[Tensor]]  # gradients `[out, tokens]` of a module as those of the matrices
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,13 @@ class Moments:
         if self.between_rows is not None:
             self.between_rows.add(rows)
 
+    def reduce(self, peers: Peers) -> None:
+        """Add up what each process has seen of the windows that are its own."""
+        for sums in (self.given, self.counts, self.gradient_energy):
+            peers.all_reduce(sums)
+        if self.between_rows is not None:
+            self.between_rows.reduce(peers.all_reduce)
+
     @property
     def sensitivity(self) -> Tensor:
         """`[matrices, out]`, mean squared gradients; zeros for an expert that no token reached."""
@@ -70,40 +77,37 @@ class Moments:
 
 
 class LayerMoments(Collector):
-    """The moments of one loaded layer, all of whose experts are in memory.
+    """The moments of one loaded layer.
 
     Attributes:
-        by_name: of every tensor that can have few bits, by GGUF's name.
+        by_name: of every tensor that can have few bits, by its name in the result.
     """
 
     def __init__(
-        self, source: GgufSource, layer: int, module: nn.Module, device: torch.device, length: int | None = None
+        self,
+        written: WrittenModel,
+        layer: int,
+        module: nn.Module,
+        device: torch.device,
+        length: int | None = None,
+        first: int = 0,
     ) -> None:
-        """Watch a layer; with the `length` of windows, the second moments of gradients at its projections, too."""
+        """Watch a layer; with the `length` of windows, the second moments of gradients at its projections, too. `first`
+        is the number of windows that other processes run before those of this one."""
         self.by_name: dict[str, Moments] = {}
         self._modules: list[tuple[nn.Module, list[Moments], _Apart]] = []
-        settings, changes = source.config.to_dict(), source.changes(layer)
-        for path, names in source.projections(layer).items():
-            projection, change = module.get_submodule(path), changes.get(path)
-            weight = projection.weight
-            assert isinstance(weight, Tensor)
-            is_transposed = change is not None and change.is_transposed
-            whole, columns = weight.shape[::-1] if is_transposed else weight.shape
-            apart = partial(_chunks, len(names))
-            if change is not None and not is_transposed:
-                apart = partial(change.apart, settings)
-            rows = [len(part) for part in apart(torch.empty(whole, 1, device="meta"))]
+        for projection in written.watched(layer, module).values():
             own = {}
-            for name, size in zip(names, rows, strict=True):
-                linked = None if length is None else RowMoments(size, length, device)
-                own[name] = Moments.none(1, (size, columns), device, linked)
-            self._modules.append((projection, list(own.values()), partial(_in_file, source, names, apart)))
+            for name, matrix in projection.shapes.items():
+                linked = None if length is None else RowMoments(matrix[0], length, device, first)
+                own[name] = Moments.none(1, matrix, device, linked)
+            self._modules.append((projection.module, list(own.values()), projection.apart))
             self.by_name |= own
-        if source.experts is not None and layer in source.experts.moe_layers:
-            shape = source.experts.shape
+        if written.experts is not None and layer in written.experts.moe_layers:
+            shape = written.experts.shape
             self._experts = {role: Moments.none(shape.experts, shape.matrix(role), device) for role in shape.roles}
             self._entering = shape.entering
-            self.by_name |= {layer_in_file(layer, EXPERTS[role]): own for role, own in self._experts.items()}
+            self.by_name |= {written.expert_tensor(layer, role): own for role, own in self._experts.items()}
 
     def observe(self, expert: int, windows: Tensor, inputs: Tensor, work: ExpertRun) -> None:
         entering = [self._experts[role] for role in self._entering]
@@ -125,24 +129,21 @@ class LayerMoments(Collector):
                 handle.remove()
 
     def sensitivity(self, name: str) -> Tensor:
-        """`[matrices · out]`, mean squared gradients at what the file's rows give, in their order."""
+        """`[matrices · out]`, mean squared gradients at what the rows of a tensor give, in their order."""
         return self.by_name[name].sensitivity.flatten()
+
+    def reduce(self, peers: Peers) -> None:
+        for own in self.by_name.values():
+            own.reduce(peers)
 
     @property
     def between_rows(self) -> dict[str, RowMoments]:
-        """Of every projection's tensor, by GGUF's name, in the order of the file's rows."""
+        """Of every projection's matrix, by its name, in the order of its rows."""
         return {name: own.between_rows for name, own in self.by_name.items() if own.between_rows is not None}
 
 
 def _chunks(count: int, rows: Tensor) -> Sequence[Tensor]:
     return rows.chunk(count)
-
-
-def _in_file(source: GgufSource, names: Sequence[str], apart: _Apart, gradients: Tensor) -> Sequence[Tensor]:
-    """Gradients `[out, tokens]` at a module's rows as those at the rows of the file's tensors: what multiplies a row
-    there divides the gradient at it."""
-    parts = zip(names, apart(gradients), strict=True)
-    return [source.turned(name, source.family.multiplied(name, source.config, own, power=-1)) for name, own in parts]
 
 
 def _see(moments: Sequence[Moments], apart: _Apart, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
