@@ -20,7 +20,7 @@ class ProjectionGrams:
     def __init__(self, layer: int, modules: Mapping[str, nn.Module], sweep: Sweep, device: torch.device) -> None:
         """Watch `modules` of a layer, by their paths, while the windows of a sweep pass."""
         self._layer, self._modules, self._device = layer, modules, device
-        self._length, self._first = sweep.length, sweep.own.start
+        self._length, self._first, self._windows = sweep.length, sweep.own.start, len(sweep.own)
         self._owner: dict[str, str] = {}
         self._grams: dict[str, HalvedGram] = {}
         self._last: tuple[str, Tensor] | None = None
@@ -67,6 +67,7 @@ class ProjectionGrams:
             self._owner[path] = self._last[0] if self._last is not None and shared else path
             if not shared:
                 self._grams[path] = self._new(given.shape[-1])
-        if self._owner[path] == path:
+        if self._owner[path] == path and self._grams[path].windows < self._windows:
+            # A layer whose experts do not fit into memory together runs more than once.
             self._grams[path].add(given.flatten(0, -2))
         self._last = self._owner[path], given

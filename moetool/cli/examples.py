@@ -26,7 +26,7 @@ EXAMPLES = {
     "sparsify-delta": "sparsify-delta parts sparse --drop 0.9",
     "export": "export smaller for-any-engine",
     "export compressed-tensors": "export smaller for-vllm --format compressed-tensors --bits 4",
-    "export mlx": f"export mistralai/Mixtral-8x7B-v0.1 for-mlx --format mlx --bits 4 {_TEXT}",
+    "export mlx": f"export mistralai/Mixtral-8x7B-v0.1 for-mlx --format mlx --size 24GB {_TEXT}",
     "export gguf": f"export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf --size 20GB {_TEXT}",
     "export dense": "export mixture one-expert --format dense --expert 0",
     "compress d2moe": f"compress mistralai/Mixtral-8x7B-v0.1 smaller --method d2moe --ratio 40% {_TEXT} --dry-run",
@@ -73,7 +73,7 @@ MAIN = {
     "chat": ("--system", "--max-tokens", "--temperature", "--seed"),
     "serve": ("--host", "--port"),
     "export": ("--format", "--type", "--bits", "--expert", "--dry-run"),
-    "export mlx": ("--format", "--bits", "--other-bits", "--calibration", "--dry-run"),
+    "export mlx": ("--format", "--size", "--bits", "--other-bits", "--calibration", "--dry-run"),
     "export gguf": ("--format", "--size", "--calibration", "--target-bpw", "--type", "--dry-run"),
 }
 

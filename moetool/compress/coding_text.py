@@ -1,5 +1,6 @@
 """The text on which codes are chosen: its costs, its way through the model, and what it says of a layer's experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -40,15 +41,24 @@ class CodingText:
     experts_at_once: int
 
     @classmethod
-    def of(cls, source: Source, options: RunOptions, *, in_turn: bool = True) -> Self | None:
-        """Return the text of a job on this model; `None` if its options have no text, or `--calibration` names none."""
+    def of(
+        cls,
+        source: Source,
+        options: RunOptions,
+        *,
+        in_turn: bool = True,
+        beside: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> Self | None:
+        """Return the text of a job on this model; `None` if its options have no text, or `--calibration` names none.
+        `beside` are the shapes of matrices beside the experts that are coded on it, by layer: by default of what the
+        job includes."""
         text: object = options  # mypy takes no options for both kinds at once
         if not isinstance(text, TextOptions) or text.calibration is None:
             return None
         cost = calibration_cost(source, options, text, gradients=in_turn)
         codes = Measuring.codes(source.experts.shape, in_turn=in_turn)
-        beside = Measuring.beside(included_shapes(source) if in_turn else [])
-        memory = cost.layer_memory(source.experts, codes, beside, gradients=in_turn)
+        beside = beside if beside is not None else included_shapes(source) if in_turn else []
+        memory = cost.layer_memory(source.experts, codes, Measuring.beside(beside), gradients=in_turn)
         return cls(text, in_turn, cost, memory, experts_at_once(memory, options))
 
     def scratch(self, source: Source) -> int:
@@ -60,9 +70,13 @@ class CodingText:
         metrics = 4 * reader.shape.hidden**2 * len(reader.moe_layers) + included_bytes(source)
         return metrics + max(forward, self.cost.backward_scratch(reader, self.experts_at_once))
 
+    def calibrated(self, job: Job) -> CalibratedJob:
+        """Open the model with the text."""
+        return CalibratedJob(job, self.options, gradients=self.in_turn, experts_at_once=self.experts_at_once)
+
     def opened(self, job: Job) -> CalibratedJob:
         """Open the model with the text, and take gradients if rows are to be coded in turn."""
-        found = CalibratedJob(job, self.options, gradients=self.in_turn, experts_at_once=self.experts_at_once)
+        found = self.calibrated(job)
         if self.in_turn:
             found.measure_outputs()
         return found

@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from moetool.architectures import Role
 from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.weight_files import read_weight_files
 from moetool.checkpoint.writer import TensorSpec
@@ -30,17 +31,18 @@ from moetool.costs.building_blocks import (
     writing,
 )
 from moetool.costs.calibration_cost import CalibrationCost
-from moetool.costs.phases import ENCODE, Phase, output_phases, rewriting_phases
+from moetool.costs.phases import ENCODE, Phase, Phases, output_phases, rewriting_phases
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.export.blocks.coding import choosing_blocks, nearest_blocks_work, preparing_inputs
-from moetool.export.packing import PackedLayers, Packing
+from moetool.export.packing import PackedBeside, PackedLayers, Packing
 from moetool.format.gguf.families import gguf_family
 from moetool.format.kinds import custom_module
 from moetool.format.layout import native_layout
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DecodedSource, Input, Job
 from moetool.job.options import RunOptions, TextOptions
 from moetool.job.plan import Plan
-from moetool.job.result import Details, Json, Sizes
+from moetool.job.result import CalibrationFacts, Details, Json, Printed, Sizes
 from moetool.job.shards import OutputPlan, ShardPlan
 from moetool.job.stage import Stage
 from moetool.job.writing import with_the_rest, write_checkpoint
@@ -48,9 +50,8 @@ from moetool.numerics.work import Work, altogether
 
 
 class CodedExpertsOptions(RunOptions, TextOptions):
-    """Bits and groups of the codes, and the text that these are chosen on, if any."""
+    """Groups of the codes, and the text that these are chosen on, if any."""
 
-    bits: int = Field(4, description="Bits of every number of an expert.")
     group_size: int = Field(128, ge=1, description="Inputs that share a scale.")
 
 
@@ -70,10 +71,9 @@ class CodedExperts(Stage[CodedT]):
     continues: ClassVar[bool] = True
     kernels: ClassVar[str]
 
-    @property
     @abstractmethod
-    def packing(self) -> Packing:
-        """The names and tensors in which the engine stores the codes of a matrix."""
+    def packing(self, layer: int, role: Role) -> Packing:
+        """The names and tensors in which the engine stores the codes of the experts of a layer in a role."""
 
     @abstractmethod
     def check(self) -> None:
@@ -99,6 +99,23 @@ class CodedExperts(Stage[CodedT]):
         """Those of these tensors that stand for ones that `read` gives by name."""
         return iter(())
 
+    @property
+    def beside(self) -> PackedBeside | None:
+        """The matrices beside the experts whose codes are chosen on a text, too."""
+        return None
+
+    def measured(self, job: Job, text: CodingText) -> CalibratedJob:
+        """Open the model with its text, and measure what codes are chosen by."""
+        return text.opened(job)
+
+    def told(self, facts: CalibrationFacts | None) -> Details:
+        """What the result tells beyond sizes and time."""
+        return Details(calibration=facts)
+
+    def told_of_layers(self) -> Mapping[int, Printed]:
+        """What the manifest says of each layer."""
+        return {}
+
     def lacking(self) -> dict[str, str]:
         """What engines want and the input does not have, by the name of a plan's field."""
         return {}
@@ -106,16 +123,24 @@ class CodedExperts(Stage[CodedT]):
     @cached_property
     def _shards(self) -> ShardPlan:
         """Plan of the shards to write. Raises `InvalidInputError` where the format cannot hold the input."""
-        source, reader = self.source, self.source.experts
+        reader, units = self.source.experts, []
+        for layer, specs in self.rest.items():
+            kept = [spec for own in specs for spec in self.passing(own)]
+            units.append((layer, kept + (self.layer_specs(layer) if reader.has(layer) else [])))
+        return ShardPlan(units, self.options.shard_size)
+
+    @cached_property
+    def rest(self) -> dict[int, list[TensorSpec]]:
+        """By layer, −1 for none, the tensors of the input that are no experts'. Raises `InvalidInputError` where the
+        format cannot hold the input."""
+        reader, found = self.source.experts, dict[int, list[TensorSpec]]()
         self.check_family()
         self.check()
         native = dict.fromkeys(reader.moe_layers, native_layout(reader.shape))
-        units = []
-        for layer, specs in OutputPlan(source, native, self.options.shard_size).units:
+        for layer, specs in OutputPlan(self.source, native, self.options.shard_size).units:
             coded = {spec.name for spec in reader.specs(layer, native[layer])} if layer in native else set()
-            kept = [spec for own in specs if own.name not in coded for spec in self.passing(own)]
-            units.append((layer, kept + (self.layer_specs(layer) if layer in native else [])))
-        return ShardPlan(units, self.options.shard_size)
+            found[layer] = [spec for spec in specs if spec.name not in coded]
+        return found
 
     def check_family(self) -> None:
         """Raise `InvalidInputError` for models that no engine but moetool runs."""
@@ -162,26 +187,32 @@ class CodedExperts(Stage[CodedT]):
         return [size for size in range(2, common + 1) if common % size == 0]
 
     @cached_property
-    def _text(self) -> CodingText | None:
+    def text(self) -> CodingText | None:
+        """The text that codes are chosen on; `None` for the nearest."""
         return CodingText.of(self.source, self.options)
 
+    @property
+    def _fewest_bits(self) -> int:
+        shape = self.source.experts.shape
+        return min(self.packing(layer, role).bits for layer in self.source.experts.moe_layers for role in shape.roles)
+
     def plan(self) -> Plan:
-        source, text, output = self.source, self._text, self._shards.nbytes
+        source, text, output = self.source, self.text, self.output_bytes
         reader, options = source.experts, self.options
         size, details = moe_size(reader), dict[str, Json](self.lacking())
         if text is None:
-            if options.bits < 8:
+            if self._fewest_bits < 8:
                 details["note"] = NEAREST
-            work = self._coding(size) + (decoding(size) if reader.layouts else Work())
+            work = self.coding + (decoding(size) if reader.layouts else Work())
             scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
         else:
             cost, details["experts_at_once"] = text.cost, text.experts_at_once
             size, memory = moe_size(reader, text.experts_at_once), text.memory.nbytes(text.experts_at_once)
-            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(self.source)
+            scratch = encoded_bytes(reader, output, options.shard_size) + text.scratch(self.source) + self.moments_bytes
             measured = calibration_forward(cost, size) + input_grams(cost, size) + weights_again(size)
-            made = measured + self._coding(size) + writing(size.nbytes, output, size.tensors)
-            phases = (*output_phases(cost, size), Phase(ENCODE, made))
+            made = measured + self.coding + writing(size.nbytes, output, size.tensors)
+            phases = (*self.measuring(cost, size), Phase(ENCODE, made))
         return Plan(
             stage=self.name,
             input_bytes=source.checkpoint.weight_bytes,
@@ -192,48 +223,74 @@ class CodedExperts(Stage[CodedT]):
             details=details,
         )
 
-    def _coding(self, size: ModelSize) -> Work:
-        shape, layout = self.source.experts.shape, self.packing.layout
-        matrices = [shape.matrix(role) for role in shape.roles]
-        if self._text is None:
-            return altogether(nearest_blocks_work(matrix, layout) for matrix in matrices) * size.experts
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the weight files, at most."""
+        return self._shards.nbytes
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes of the work directory by which rows of matrices beside the experts make good for each other."""
+        return 0
+
+    def measuring(self, cost: CalibrationCost, size: ModelSize) -> Phases:
+        """The phases in which what codes are chosen by is measured."""
+        return output_phases(cost, size)
+
+    @property
+    def coding(self) -> Work:
+        """The work of finding all codes."""
+        return altogether(self.coding_experts(layer) for layer in self.source.experts.moe_layers)
+
+    def coding_experts(self, layer: int) -> Work:
+        """The work of finding the codes of a layer's experts."""
+        shape = self.source.experts.shape
+        matrices = [(shape.matrix(role), self.packing(layer, role).layout) for role in shape.roles]
+        if self.text is None:
+            return altogether(nearest_blocks_work(*matrix) for matrix in matrices) * shape.experts
         given = (preparing_inputs(shape.matrix(roles[0]), tokens=0) for roles in shape.groups)
-        works = (choosing_blocks(matrix, layout, in_turn=True) for matrix in matrices)
-        return altogether([*given, *works]) * size.experts
+        works = (choosing_blocks(matrix, layout, in_turn=True) for matrix, layout in matrices)
+        return altogether([*given, *works]) * shape.experts
 
     def run(self, job: Job) -> Details:
-        reader, plan, packing = self.source.experts, self._shards, self.packing
+        reader = self.source.experts
         for wanted in self.lacking().values():
             job.progress.log(f"{self.kernels} want {wanted}: they may refuse this checkpoint, or run it slower.")
-        if (text := self._text) is None and packing.bits < 8:
+        if (text := self.text) is None and self._fewest_bits < 8:
             job.progress.log(NEAREST)
-        packed: Callable[[int], Named] = partial(packing.nearest_layer, job)
+        packed: Callable[[int], Named] = partial(self._nearest, job)
         making, facts = None, None
         if text is not None:
-            calibrated = text.opened(job)
-            making = PackedLayers(job, text, calibrated, packing)
+            calibrated = self.measured(job, text)
+            making = PackedLayers(job, text, calibrated, self.packing, self.beside)
             packed, facts = making.encoded, calibrated.facts
+        plan = self._shards
 
         def tensors(layer: int) -> Named:
             shared, specs = dict[str, Tensor](), plan.unit(layer)
-            experts: Named = iter(())
-            if layer in reader.moe_layers:
-                experts = self.as_written(layer, packed(layer))
-                if reader.layout(layer).is_extended:
-                    last = reader.shape.experts
-                    own = reader.shared_expert_tensors(
-                        layer, lambda role: reader.dense(layer, last, role).to(reader.dtype)
-                    )
-                    shared = dict(own)
+            coded = self.as_written(layer, packed(layer))
+            if reader.has(layer) and reader.layout(layer).is_extended:
+                last = reader.shape.experts
+                own = reader.shared_expert_tensors(layer, lambda role: reader.dense(layer, last, role).to(reader.dtype))
+                shared = dict(own)
 
             def read(name: str) -> Tensor:
                 return shared[name] if name in shared else self.source.checkpoint.read(name)
 
-            return with_the_rest(read, specs, chain(experts, self.passed(job, specs, read)))
+            return with_the_rest(read, specs, chain(coded, self.passed(job, specs, read)))
 
         config = patch_config(self.source.checkpoint.config, self.entries())
-        write_checkpoint(job, plan, tensors, config=config, calibration=facts, making=making)
-        return Details(calibration=facts)
+        layers = self.told_of_layers
+        write_checkpoint(job, plan, tensors, config=config, calibration=facts, layers=layers, making=making)
+        return self.told(facts)
+
+    def _nearest(self, job: Job, layer: int) -> Named:
+        """Yield the tensors of all experts of a layer, with the codes nearest to their matrices."""
+        reader = self.source.experts
+        if reader.has(layer):
+            for expert, role in product(range(reader.shape.experts), reader.shape.roles):
+                packing, matrix = self.packing(layer, role), reader.dense(layer, expert, role)
+                yield from packing.nearest(packing.name(layer, expert, role), matrix.to(job.device))
 
     @property
     def matrices(self) -> list[TensorSpec]:

@@ -7,6 +7,7 @@ and m are d and dmin themselves, with codes of one.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -95,9 +96,22 @@ def even_levels(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-def affine(bits: int, group: int, unit: torch.dtype) -> BlockLayout:
-    """Groups on an even grid with a scale and a minimum of their own."""
-    return BlockLayout(f"affine {bits}", group, group, even_levels(0, 1 << bits), ONE, ONE, unit=unit)
+@dataclass(frozen=True)
+class AffineCodes(SizedLayout):
+    """Groups on an even grid with a scale and a minimum of their own, as MLX has them."""
+
+    @classmethod
+    def of(cls, bits: int, group: int, unit: torch.dtype) -> Self:
+        """Codes of so many bits, in groups of so many numbers."""
+        return cls(f"{bits}-bit", group, group, even_levels(0, 1 << bits), ONE, ONE, unit=unit)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (len(self.levels) - 1).bit_length()
+
+    def size(self, numbers: int) -> int:
+        return numbers * self.bits // 8 + 2 * (numbers // self.group) * self.unit.itemsize
 
 
 def symmetric(bits: int, group: int, unit: torch.dtype) -> BlockLayout:

@@ -121,17 +121,31 @@ def stacked_name(block: str, kind: str, role: Role) -> str:
     return f"{block}{EXPERTS_IN[kind]}.{role}_proj.{CODES}"
 
 
-def packed_entry(bits: int, group: int, others: Iterable[str], other_bits: int) -> dict[str, object]:
+def packed_entry(bits: int, group: int, named: Mapping[str, int]) -> dict[str, object]:
     """What `config.json` says under `quantization`, and under `quantization_config`, where other tools look.
 
     Args:
-        bits: of experts.
+        bits: of most matrices.
         group: inputs that share a scale.
-        others: the other matrices in codes, by the names of their codes.
-        other_bits: of these.
+        named: bits of all matrices in codes, by the names of their codes.
     """
-    own = {name.removesuffix(f".{CODES}"): {"group_size": group, "bits": other_bits} for name in others}
-    return {"group_size": group, "bits": bits, "mode": "affine", **(own if other_bits != bits else {})}
+    own = {module_of(name): {"group_size": group, "bits": more} for name, more in named.items() if more != bits}
+    return {"group_size": group, "bits": bits, "mode": "affine", **own}
+
+
+def module_of(codes: str) -> str:
+    """The module of a matrix, by the name of its codes: `model.layers.0.mlp.switch_mlp.up_proj`."""
+    return codes.removesuffix(f".{CODES}")
+
+
+def bits_in(entry: Mapping[str, object], names: Iterable[str]) -> dict[str, int]:
+    """Bits of matrices, by the names of their codes, from such an entry of `config.json`."""
+    found = {}
+    for name in names:
+        own = entry.get(module_of(name), entry)
+        bits = own.get("bits") if isinstance(own, Mapping) else None
+        found[name] = bits if isinstance(bits, int) else 0
+    return found
 
 
 def told_outright(settings: Settings) -> dict[str, object]:

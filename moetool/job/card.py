@@ -130,10 +130,10 @@ def model_card(
         sections.append("No licence is named here, since the source's card names none that a program can read.")
     if types := [f"- layer {layer}: {_types(said)}" for layer, said in manifest.layers.items() if "types" in said]:
         sections += ["## Types of tensors", "\n".join(types)]
-    elif model is None:
-        sections.append("This is no model, but what `moetool decompose --base` asks for.")
-    else:
+    if model is not None:
         sections += _of_model(manifest, source, *model)
+    elif not types:
+        sections.append("This is no model, but what `moetool decompose --base` asks for.")
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
     return str(card)
 
@@ -243,7 +243,7 @@ def _types(said: Mapping[str, object]) -> str:
 
 
 def _types_of(said: Mapping[str, object]) -> Mapping[str, object]:
-    """The GGUF type of each tensor of a layer, by what is said of it; empty for other formats."""
+    """The type of each tensor of a layer, by what is said of it; empty for results without chosen types."""
     types = said.get("types", {})
     assert isinstance(types, Mapping)
     return types

@@ -285,13 +285,13 @@ def fit_context(options: OptionsT, config: Settings, marks: int = 0) -> OptionsT
 
 
 def with_ratio(options: OptionsT, original: int) -> OptionsT:
-    """The options with the ratio that `size` bytes are of the `original` ones, where they have a size.
+    """The options with the ratio that `size` bytes are of the `original` ones, where they have both.
 
     Raises:
         UsageError: the original is no larger.
     """
     size: int | None = getattr(options, "size", None)
-    if size is None:
+    if size is None or "ratio" not in type(options).model_fields:
         return options
     if size >= original:
         raise UsageError(

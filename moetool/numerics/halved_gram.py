@@ -28,13 +28,18 @@ class HalvedGram:
     """
 
     def __init__(self, size: int, length: int, first: int, device: torch.device | str) -> None:
-        self._length, self._next = length, first
+        self._length, self._first, self._next = length, first, first
         self._halves = Gram(size, device, torch.float32), Gram(size, device, torch.float32)
 
     @property
     def size(self) -> int:
         """The length of the rows that are added, and of the matrix's sides."""
         return self._halves[0].size
+
+    @property
+    def windows(self) -> int:
+        """The number of windows that were added here."""
+        return self._next - self._first
 
     def add(self, rows: Tensor) -> None:
         """Add the rows `[windows · length, size]` of the next windows; raises `ValueError` for parts of windows."""

@@ -3,8 +3,9 @@
     python scripts/benchmarks/in_mlx.py MODEL CALIBRATION TEXT[,TEXT…] --work DIR [--windows 16] [--bits 4,3,2]
 
 MODEL is an MoE model of a family that `export --format mlx` takes. Each number of bits is made by `mlx_lm.convert -q`,
-by `export` without a text, and by `export` with CALIBRATION, half of it the bundled text, with 8, 6 and 4 bits for what
-is no expert. KL divergence is to the original in mlx-lm, in fp32 on a CPU. Needs `pip install mlx-lm 'mlx[cpu]'`.
+by `export` without a text, and by `export` with CALIBRATION, half of it the bundled text: with 8, 6 and 4 bits for what
+is no expert, and with `--size` in the bytes of the first of these and of `mlx_lm.convert -q`, where these are reached.
+KL divergence is to the original in mlx-lm, in fp32 on a CPU. Needs `pip install mlx-lm 'mlx[cpu]'`.
 """
 
 import argparse
@@ -26,10 +27,12 @@ from moetool.format.mlx import told_outright
 GROUP, LENGTH = 64, 256
 
 
-def done(*words: str) -> None:
-    """Run a command; end with its code if it fails."""
-    if code := subprocess.run([sys.executable, "-m", *words], stdout=subprocess.DEVNULL).returncode:
+def done(*words: str, refused: int = 0) -> bool:
+    """Run a command; end with its code if it fails. Returns whether it has not ended with the code `refused`."""
+    code = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.DEVNULL).returncode
+    if code not in (0, refused):
         sys.exit(code)
+    return not code
 
 
 def readable(model: str, work: Path) -> Path:
@@ -61,6 +64,16 @@ def made(options: argparse.Namespace, original: Path) -> Iterator[tuple[str, int
             ours, words = options.work / f"{name}-{bits}", ("--format", "mlx", "--bits", str(bits), *more)
             done("moetool", "export", options.model, str(ours), *words, "--group-size", str(GROUP), "--resume")
             yield label, bits, ours
+        for other in ("chosen", "convert"):
+            size, ours = nbytes(options.work / f"{other}-{bits}"), options.work / f"size-{other}-{bits}"
+            words = ("--format", "mlx", "--size", str(size), *text, "--group-size", str(GROUP), "--resume")
+            if done("moetool", "export", options.model, str(ours), *words, refused=2):
+                yield f"`--size` {size / 1e6:.1f}MB", bits, ours
+
+
+def nbytes(model: Path) -> int:
+    """Bytes of a model's weight files."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def log_probabilities(model: Path, windows: np.ndarray) -> Iterator[np.ndarray]:
@@ -101,8 +114,9 @@ def main() -> None:
     names = [Path(text).stem for text in options.texts.split(",")]
     lines = [f"| bits | | MB | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     for name, bits, path in models:
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e6
-        lines.append(f"| {bits} | {name} | {size:.1f} | {' | '.join(f'{number:.3g}' for number in lost[path])} |")
+        lines.append(
+            f"| {bits} | {name} | {nbytes(path) / 1e6:.1f} | {' | '.join(f'{number:.3g}' for number in lost[path])} |"
+        )
     publish([made_by(f"python scripts/benchmarks/in_mlx.py MODEL VALID {','.join(names)}"), "", *lines], options.output)
 
 

@@ -12,7 +12,7 @@ from moetool.export.blocks.coding import block_codes
 from moetool.export.blocks.descent import Descent
 from moetool.export.blocks.prepared_gram import PreparedGram
 from moetool.export.gguf.packing import packed
-from moetool.format.blocks import BlockLayout, affine, symmetric
+from moetool.format.blocks import AffineCodes, BlockLayout, symmetric
 from moetool.format.gguf.blocks import BLOCK_TYPES, BlockType
 
 ROWS, COLUMNS = 24, 512
@@ -26,11 +26,11 @@ NEAREST = {
 EVEN = {2: 0.13, 3: 0.04, 4: 9e-3, 8: 5e-5}
 LAYOUTS: list[BlockLayout] = [
     *BLOCK_TYPES.values(),
-    *(make(bits, 64, torch.bfloat16) for make in (affine, symmetric) for bits in EVEN),
-    affine(4, 8, torch.float32),
+    *(make(bits, 64, torch.bfloat16) for make in (AffineCodes.of, symmetric) for bits in EVEN),
+    AffineCodes.of(4, 8, torch.float32),
     symmetric(3, 512, torch.float32),  # more numbers than compiled code takes
 ]
-NEAREST |= {kind.name: EVEN[bits] for kind in LAYOUTS for bits in EVEN if kind.name.endswith(f" {bits}")}
+NEAREST |= {kind.name: EVEN[bits] for kind in LAYOUTS for bits in EVEN if kind.name in (f"{bits}-bit", f"symmetric {bits}")}
 KINDS = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: f"{kind.name} {kind.group}")
 STORED = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 
@@ -81,7 +81,7 @@ def test_what_is_on_the_grid_stays(bits: int) -> None:
     levels = torch.arange(2**bits).repeat(2**8 // 2**bits * 2).view(1, 2, -1).float()
     scales = torch.tensor([[0.5, -0.75], [3.0, 0.25]])[..., None]
     for kind, matrix in (
-        (affine(bits, 256, torch.bfloat16), levels * scales.abs() - 4),
+        (AffineCodes.of(bits, 256, torch.bfloat16), levels * scales.abs() - 4),
         (symmetric(bits, 256, torch.bfloat16), (levels - 2 ** (bits - 1)) * scales),
     ):
         assert torch.equal(block_codes(matrix.flatten(1), kind).decoded().T, matrix.flatten(1))
@@ -90,7 +90,7 @@ def test_what_is_on_the_grid_stays(bits: int) -> None:
 @pytest.mark.parametrize("unit", [torch.float16, torch.bfloat16, torch.float32])
 def test_scales_and_minima_are_such_as_are_stored(unit: torch.dtype, matrix: Tensor, gram: Tensor) -> None:
     for given in (None, PreparedGram.of(gram)):
-        chosen = block_codes(matrix, affine(3, 32, unit), given)
+        chosen = block_codes(matrix, AffineCodes.of(3, 32, unit), given)
         for numbers in (chosen.d, chosen.dmin):
             assert torch.equal(numbers, numbers.to(unit).float())
 

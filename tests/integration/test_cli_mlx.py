@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    WEIGHTS,
-    CrashDriver,
-    change_tensors,
-    config_of,
-    copy_of,
-    logits,
-    relative_error,
-    weight_bytes,
-)
+from checkpoints import WEIGHTS, CrashDriver, config_of, logits, relative_error, weight_bytes
 from families import FAMILIES, build
+from mlx_exports import decoded, export, put_back
 from safetensors.torch import load_file
 from sampling import sampled
 from torch import Tensor
@@ -81,21 +73,6 @@ def model(make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathF
     return save_model(make_mixtral(hidden_size=64, intermediate_size=64), tmp_path_factory.mktemp("mlx") / "model")
 
 
-def export(run_cli: Any, source: Path, target: Path, *options: object) -> Any:
-    return run_cli("export", source, target, "--format", "mlx", "--group-size", 32, *options)
-
-
-def decoded(path: Path, module: str) -> Tensor:
-    """A matrix, or all experts' of a layer, from the three tensors of the format alone."""
-    stored, entry = load_file(path / WEIGHTS), config_of(path)["quantization"]
-    own = entry.get(module, entry)
-    words, scales, biases = (stored[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
-    assert words.dtype == torch.uint32
-    spread = (words.view(torch.int32).unsqueeze(-1) >> torch.arange(32)) & 1
-    codes = (spread.flatten(-2).unflatten(-1, (-1, own["bits"])) * 2 ** torch.arange(own["bits"])).sum(-1).float()
-    return codes * scales.float().repeat_interleave(32, -1) + biases.float().repeat_interleave(32, -1)
-
-
 @pytest.mark.parametrize(("bits", "most"), [(2, 0.35), (3, 0.17), (4, 0.09), (5, 0.05), (6, 0.025), (8, 0.007)])
 def test_all_matrices_are_packed_and_the_rest_is_as_it_was(
     run_cli: Any, model: Path, tmp_path: Path, bits: int, most: float
@@ -147,33 +124,20 @@ def test_the_config_says_outright_what_mlx_lm_asks_for(run_cli: Any, model: Path
     assert after["quantization"] == after["quantization_config"]
 
 
+@pytest.mark.parametrize("bits", [("--bits", 2), ("--bits", 8, "--other-bits", 4)])
 def test_a_text_makes_codes_that_lose_less(
-    run_cli: Any, calibration: Any, model: Path, tiny_tokens: Tensor, tmp_path: Path
+    run_cli: Any, calibration: Any, model: Path, tiny_tokens: Tensor, tmp_path: Path, bits: tuple[object, ...]
 ) -> None:
+    """Of experts, and of attention, embeddings and head."""
     tokens = tiny_tokens[1000:1256].view(4, 64)
     expected, lost = logits(model, tokens), {}
     for name, text in (("nearest", ()), ("chosen", calibration)):
-        result = export(run_cli, model, tmp_path / name, "--bits", 2, *text)
+        result = export(run_cli, model, tmp_path / name, *bits, *text)
         assert result.code == 0, result.stderr
         assert config_of(tmp_path / name) == config_of(tmp_path / "nearest")
         shown = put_back(model, tmp_path / name, tmp_path / f"{name}-dense")
         lost[name] = relative_error(logits(shown, tokens), expected)
     assert lost["chosen"] < 0.95 * lost["nearest"]
-
-
-def put_back(original: Path, exported: Path, target: Path) -> Path:
-    """An ordinary checkpoint with what the experts' codes stand for."""
-    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if ".experts." in name]:
-            block, _, rest = name.partition("experts.")
-            expert, role, _ = rest.split(".")
-            tensors[name] = decoded(exported, f"{block}switch_mlp.{names[role]}")[int(expert)].to(tensors[name])
-
-    copy_of(original, target)
-    change_tensors(target, change)
-    return target
 
 
 def test_killed_runs_resume_to_the_same_bytes(
@@ -239,16 +203,23 @@ def test_an_export_is_verified_and_read_again(run_cli: Any, model: Path, tmp_pat
 @pytest.mark.parametrize(
     "family", sampled(sorted(EXPERTS_IN), ["afmoe", "deepseek_v3", "granitemoe", "mixtral", "qwen3_moe"])
 )
-def test_mlx_lm_computes_what_transformers_does(run_cli: Any, save_model: Any, tmp_path: Path, family: str) -> None:
+def test_mlx_lm_computes_what_transformers_does(
+    run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str
+) -> None:
     if importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("mlx-lm is not installed: pip install mlx-lm 'mlx[cpu]'")
     source = save_model(wide(family), tmp_path / "model")
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 280, (1, 40)))
     np.save(tmp_path / "tokens.npy", tokens.numpy())
     expected = logits(source, tokens).float().log_softmax(-1)
-    for other, most in ((16, 0.06), (8, 0.25)):
-        out = tmp_path / f"out-{other}"
-        result = export(run_cli, source, out, "--bits", 8, "--other-bits", other)
+    bits = ("--bits", 8, "--other-bits")
+    for name, options, most in (
+        ("others as they are", (*bits, 16), 0.06),
+        ("all", (*bits, 8), 0.25),
+        ("chosen", ("--target-bpw", 9, *calibration), 0.25),
+    ):
+        out = tmp_path / name
+        result = export(run_cli, source, out, *options)
         assert result.code == 0, result.stderr
         # In a process of its own: its libraries bring another OpenMP.
         ran = subprocess.run([sys.executable, "-c", RUN, out, tmp_path / "tokens.npy"], capture_output=True, text=True)

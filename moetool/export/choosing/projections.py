@@ -36,8 +36,9 @@ def projection_codes(
         InvalidInputError: numbers that are not finite.
     """
     for owner, same in grams.shared().items():
-        inputs = PreparedGram.of(grams[owner])
-        for name in (name for path in same for name in named[path]):
+        names = [name for path in same for name in named.get(path, ())]
+        inputs = PreparedGram.of(grams[owner]) if names else None
+        for name in names:
             whole, kind = matrix(name)
             check_finite(name, whole)
             rows = None if moments is None else ProjectionMetric.read(moments, name, device)

@@ -1,7 +1,6 @@
 """Export of experts in few bits to compressed-tensors' `pack-quantized`, which vLLM and transformers run."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import product
 from typing import ClassVar
 
@@ -63,8 +62,7 @@ class ExportCompressedTensors(CodedExperts[ExportCompressedTensorsOptions]):
     options_type: ClassVar[type[RunOptions]] = ExportCompressedTensorsOptions
     kernels: ClassVar[str] = "vLLM's Marlin kernels for experts"
 
-    @cached_property
-    def packing(self) -> Packing:
+    def packing(self, layer: int, role: Role) -> Packing:
         options = self.options
         return _PackQuantized(self.source.architecture, options.bits, options.group_size, self.source.experts.dtype)
 
@@ -84,13 +82,11 @@ class ExportCompressedTensors(CodedExperts[ExportCompressedTensorsOptions]):
         self.check_groups(KERNEL_GROUPS, cards)
 
     def layer_specs(self, layer: int) -> list[TensorSpec]:
-        shape, packing = self.source.experts.shape, self.packing
-        each = product(range(shape.experts), shape.roles)
-        return [
-            spec
-            for expert, role in each
-            for spec in packing.specs(packing.name(layer, expert, role), shape.matrix(role))
-        ]
+        shape, found = self.source.experts.shape, list[TensorSpec]()
+        for expert, role in product(range(shape.experts), shape.roles):
+            packing = self.packing(layer, role)
+            found += packing.specs(packing.name(layer, expert, role), shape.matrix(role))
+        return found
 
     def lacking(self) -> dict[str, str]:
         """What vLLM's Marlin kernels for experts want and this model does not have (vLLM, `marlin_utils.py`)."""

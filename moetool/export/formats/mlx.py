@@ -1,56 +1,62 @@
-"""Export for mlx-lm, which runs models on Apple silicon: experts in few bits, all other matrices in 8 unless asked."""
+"""Export for mlx-lm, which runs models on Apple silicon: every matrix in bits that are given, or chosen on a text."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from typing import ClassVar, Literal
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor
 
 from moetool.architectures import Role
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
+from moetool.compress.coding_text import CodingText
 from moetool.compress.encoded_layers import Named
+from moetool.costs.building_blocks import ModelSize
+from moetool.costs.calibration_cost import CalibrationCost
+from moetool.costs.phases import Phases
 from moetool.errors import InvalidInputError
-from moetool.export.coded_experts import CodedExperts, CodedExpertsOptions
-from moetool.export.packing import Packing, part_name
-from moetool.format.blocks import BlockLayout, affine
+from moetool.export.blocks.blocked import Blocked
+from moetool.export.blocks.coding import choosing_blocks, nearest_blocks_work, preparing_inputs
+from moetool.export.choosing.ends import Ends
+from moetool.export.choosing.losses import expected_coding, moments_between_rows, trying_types
+from moetool.export.choosing.measuring import measure_types
+from moetool.export.choosing.menu import Menu, counted_types
+from moetool.export.coded_experts import CodedExperts
+from moetool.export.mlx.model import MlxModel
+from moetool.export.mlx.options import ExportMlxOptions, MatrixBits, MlxDetails
+from moetool.export.packing import PackedBeside, Packing, part_name
+from moetool.format.blocks import AffineCodes
 from moetool.format.mlx import (
-    AFFINE_BITS,
     AFFINE_GROUPS,
     BIASES,
     CODES,
     EXPERTS_IN,
     SCALES,
+    bits_in,
+    module_of,
     packed_entry,
     packed_tensors,
-    stacked_name,
+    said_by_mlx,
     told_outright,
 )
+from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
 from moetool.job.options import RunOptions
+from moetool.job.plan import Plan
+from moetool.job.result import CalibrationFacts, Details, Printed, Sizes
 from moetool.numerics.words import pack_words
+from moetool.numerics.work import Work, altogether
 
 _AS_THEY_ARE = 16
-
-
-class ExportMlxOptions(CodedExpertsOptions):
-    """Options of the export to MLX: bits of experts and of all else, and the text that codes are chosen on, if any."""
-
-    bits: int = Field(4, description=f"Bits of every number of an expert: {', '.join(map(str, AFFINE_BITS))}.")
-    group_size: Literal[32, 64, 128] = Field(64, description="Inputs that share a scale and a bias.")
-    other_bits: Literal[4, 5, 6, 8, 16] = Field(
-        8,
-        description="Bits of attention, dense FFNs, shared experts, embeddings and head, whose codes are the nearest; "
-        "16 leaves them as they are.",
-    )
-
-    @field_validator("bits")
-    @classmethod
-    def _packed(cls, bits: int) -> int:
-        if bits not in AFFINE_BITS:
-            raise ValueError(f"there are {', '.join(map(str, AFFINE_BITS))}, not {bits}")
-        return bits
+_BITS, _OTHER_BITS = 4, 8  # unless they are given, or chosen
+_AROUND = 256  # bytes by which headers of weight files may differ beyond what is counted
 
 
 class ExportMlx(CodedExperts[ExportMlxOptions]):
@@ -62,12 +68,68 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
     options_type: ClassVar[type[RunOptions]] = ExportMlxOptions
     kernels: ClassVar[str] = "MLX's kernels"
 
-    @cached_property
-    def packing(self) -> "_Affine":
-        return self._packing(self.options.bits)
+    _ends: Ends | None = None
 
-    def _packing(self, bits: int) -> "_Affine":
-        return _Affine(self.source.architecture, bits, self.options.group_size, self.source.experts.dtype)
+    @property
+    def needs_text(self) -> bool:
+        return self.options.chooses_bits
+
+    @cached_property
+    def _model(self) -> MlxModel:
+        return MlxModel(self.source, self.options.group_size, self.rest)
+
+    @cached_property
+    def _bits(self) -> Mapping[str, int]:
+        """Bits of every matrix in codes, by the name of its codes; the most on offer where they are still to be
+        chosen."""
+        options, model = self.options, self._model
+        if options.chooses_bits:
+            return model.with_fixed(model.menu.largest)
+        experts = {tensor.name: options.bits or _BITS for tensor in model.tensors if len(tensor.shape) == 3}
+        others = [] if self._leaves_others else model.all_coded
+        return experts | dict.fromkeys(others, options.other_bits or _OTHER_BITS)
+
+    @property
+    def _leaves_others(self) -> bool:
+        return self.options.other_bits == _AS_THEY_ARE
+
+    @property
+    def _menu(self) -> Menu[AffineCodes] | None:
+        """Bits on offer, if they are to be chosen."""
+        return self._model.menu if self.options.chooses_bits else None
+
+    def _in(self, chosen: Mapping[str, AffineCodes]) -> Self:
+        """The same export in these bits."""
+        other = copy(self)
+        other._choose(self._model.with_fixed(chosen))
+        return other
+
+    def _choose(self, bits: Mapping[str, int]) -> None:
+        self._bits = bits
+        vars(self).pop("_shards", None)
+
+    @cached_property
+    def _around(self) -> int:
+        """Bytes of the weight files that are no tensors', at most."""
+        menu = self._model.menu
+        ends = menu.smallest, menu.largest
+        return max(self._in(chosen)._shards.nbytes - menu.nbytes(chosen) for chosen in ends) + _AROUND
+
+    @cached_property
+    def _budget(self) -> int:
+        """Bytes of all tensors that the chosen bits may take. Raises `UsageError` where nothing is that small."""
+        menu, size = self._model.menu, self.options.size
+        if size is not None:
+            return menu.budget_within(size, self._around, has_experts=True)
+        assert self.options.target_bpw is not None
+        return menu.budget(self.options.target_bpw)
+
+    def packing(self, layer: int, role: Role) -> "_Affine":
+        return self._packed(self._model.expert_tensor(layer, role))
+
+    def _packed(self, name: str) -> "_Affine":
+        source = self.source
+        return _Affine(source.architecture, self._bits[name], self.options.group_size, source.experts.dtype)
 
     def check(self) -> None:
         if self._kind not in EXPERTS_IN:
@@ -84,66 +146,157 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
     def _kind(self) -> str:
         return str(self.source.checkpoint.config.get("model_type"))
 
-    def _stacked(self, layer: int, role: Role) -> str:
-        return stacked_name(self.source.architecture.block_prefix(layer), self._kind, role)
-
     def layer_specs(self, layer: int) -> list[TensorSpec]:
         shape = self.source.experts.shape
         found = []
         for role in shape.roles:
-            name = self._stacked(layer, role)
-            for own in self.packing.specs(name, shape.matrix(role)):
+            name = self._model.expert_tensor(layer, role)
+            for own in self.packing(layer, role).specs(name, shape.matrix(role)):
                 found.append(TensorSpec(own.name, own.dtype, (shape.experts, *own.shape)))
         return found
 
     def as_written(self, layer: int, experts: Named) -> Named:
-        found = dict(experts)
-        reader, packing = self.source.experts, self.packing
-        for role in reader.shape.roles:
+        found, reader = dict(experts), self.source.experts
+        for role in reader.shape.roles if reader.has(layer) else ():
+            packing, stacked = self.packing(layer, role), self._model.expert_tensor(layer, role)
             names = [packing.name(layer, expert, role) for expert in range(reader.shape.experts)]
             for part in (CODES, SCALES, BIASES):
-                whole = torch.stack([found.pop(part_name(name, part)) for name in names])
-                yield part_name(self._stacked(layer, role), part), whole
+                yield part_name(stacked, part), torch.stack([found.pop(part_name(name, part)) for name in names])
+        yield from found.items()
 
     def passing(self, spec: TensorSpec) -> list[TensorSpec]:
-        if not self._is_coded(spec):
+        if spec.name not in self._bits:
             return [spec]
-        return self._packing(self.options.other_bits).specs(spec.name, (spec.shape[0], spec.shape[1]))
+        return self._packed(spec.name).specs(spec.name, (spec.shape[0], spec.shape[1]))
 
     def passed(self, job: Job, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> Named:
-        for name in _coded(specs):
-            yield from self._packing(self.options.other_bits).nearest(name, read(name).to(job.device))
+        on_text = self.beside is not None
+        for name in (spec.name for spec in specs if spec.name in self._bits and len(spec.shape) == 2):
+            packing, tensor = self._packed(name), self._model.by_name[name]
+            if on_text and tensor.layer >= 0 and name in self._model.seen(tensor.layer):
+                continue  # among the layer's codes
+            if self._ends is not None and name in self._model.tables:
+                yield from packing.named(name, Blocked.joined(list(self._ends.coded(tensor, packing.layout))))
+            else:
+                yield from packing.nearest(name, read(name).to(job.device))
 
-    def _is_coded(self, spec: TensorSpec) -> bool:
-        """Whether it is a matrix that mlx-lm may hold in codes: of a linear layer, or an embedding."""
-        architecture, group = self.source.architecture, self.options.group_size
+    @property
+    def beside(self) -> "PackedBeside | None":
+        return None if self.text is None or self._leaves_others else _Beside(self._model, self._packed)
+
+    @cached_property
+    def text(self) -> CodingText | None:
+        shapes = [self._model.shapes(layer) for layer in range(self._model.layers)]
+        text = CodingText.of(self.source, self.options, beside=[] if self._leaves_others else shapes)
+        if text is None or self._menu is None:
+            return text
+        return replace(text, experts_at_once=self.source.experts.shape.experts)  # whose losses are told together
+
+    def measured(self, job: Job, text: CodingText) -> CalibratedJob:
+        if self._leaves_others:
+            return super().measured(job, text)
+        calibrated, menu = text.calibrated(job), self._menu
+        self._ends = Ends(calibrated, self._model)
+        losses = measure_types(calibrated, self._model, self._ends, menu)
+        if menu is not None:
+            chosen = menu.choose(self._budget, losses)
+            self._choose(self._model.with_fixed(chosen))
+            bits = menu.bits_per_weight(chosen)
+            job.progress.log(f"Bits are chosen, {bits:.2f} per weight on average: {counted_types(chosen)}.")
+        return calibrated
+
+    def plan(self) -> Plan:
+        plan, menu = super().plan(), self._menu
+        if menu is not None:
+            least, most = map(format_bytes, menu.sizes(self._around))
+            told = f"{len(menu.types)} in bits to be chosen, with which the weight files take from {least} to {most}"
+            plan = replace(plan, details={**plan.details, "tensors": told})
+        if self.beside is None:
+            return plan
+        return replace(
+            plan, memory_bytes=plan.memory_bytes + 8 * max(moments_between_rows(self._model.menu), default=0)
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        if (menu := self._menu) is None:
+            return super().output_bytes
+        return self._around + min(self._budget, menu.nbytes(menu.largest))
+
+    @property
+    def moments_bytes(self) -> int:
+        return 0 if self.beside is None else 2 * sum(moments_between_rows(self._model.menu))
+
+    def measuring(self, cost: CalibrationCost, size: ModelSize) -> Phases:
+        *first, back = super().measuring(cost, size)
+        if self.beside is None:
+            return *first, back
+        tokens, menu = cost.gradient_samples * cost.length, self._model.menu
+        work = back.work + Work(products={"float32": tokens * sum(moments_between_rows(menu)) / 2})
+        return *first, replace(back, work=work if self._menu is None else work + trying_types(menu))
+
+    @property
+    def coding(self) -> Work:
+        model, text = self._model, self.text
+        if text is None:
+            works = (nearest_blocks_work(model.matrix(name), self._packed(name).layout) for name in model.all_coded)
+            return super().coding + (Work() if self._leaves_others else altogether(works))
+        if self._leaves_others:
+            return super().coding
+        tokens = text.cost.samples * text.cost.length
+        given = altogether(preparing_inputs(model.matrix(name), tokens) for name in model.all_coded)
+        if (menu := self._menu) is not None:
+            return given + altogether(expected_coding(menu, model.by_name[name]) for name in menu.types)
+        chosen = partial(choosing_blocks, in_turn=True)
         return (
-            self.options.other_bits != _AS_THEY_ARE
-            and len(spec.shape) == 2
-            and spec.name.endswith(f".{CODES}")
-            and spec.dtype.is_floating_point
-            and spec.shape[0] >= AFFINE_GROUPS[0]
-            and spec.shape[1] % group == 0
-            and not any(architecture.is_router(layer, spec.name) for layer in architecture.moe_layers)
+            super().coding
+            + given
+            + altogether(chosen(model.matrix(name), self._packed(name).layout) for name in model.all_coded)
         )
 
     def entries(self) -> Mapping[str, object]:
-        options = self.options
-        entry = packed_entry(options.bits, options.group_size, _coded(self.matrices), options.other_bits)
+        model = self._model
+        most = Counter(self._bits[name] for name in self._bits if len(model.by_name[name].shape) == 3).most_common(1)
+        entry = packed_entry(most[0][0], self.options.group_size, self._bits)
         return {**told_outright(self.source.checkpoint.settings), "quantization": entry, "quantization_config": entry}
 
+    def told(self, facts: CalibrationFacts | None) -> Details:
+        if (menu := self._menu) is None:
+            return super().told(facts)
+        bits = {module_of(name): bits for name, bits in self._bits.items()}
+        per_weight = menu.bits_per_weight({name: self._model.kind(self._bits[name]) for name in menu.types})
+        return MlxDetails(calibration=facts, bits_per_weight=round(per_weight, 4), bits=bits)
 
-def _coded(specs: Iterable[TensorSpec]) -> list[str]:
-    """Names of the matrices in codes among these tensors, those of experts left out."""
-    return [spec.name for spec in specs if spec.dtype == torch.uint32 and len(spec.shape) == 2]
+    def told_of_layers(self) -> Mapping[int, Printed]:
+        if self._menu is None:
+            return {}
+        model, found = self._model, dict[int, dict[str, str]]()
+        for name, bits in self._bits.items():
+            if (layer := model.by_name[name].layer) >= 0:
+                module = module_of(name).removeprefix(self.source.architecture.layer_prefix(layer))
+                found.setdefault(layer, {})[module] = model.kind(bits).name
+        return {layer: MatrixBits(types) for layer, types in sorted(found.items())}
+
+    def verify(self, output: Path) -> Sizes:
+        if self._menu is not None:  # a job that is found done has chosen nothing
+            said = said_by_mlx(json.loads((output / CONFIG).read_bytes()))
+            self._choose(bits_in(said or {}, self._bits))
+        return super().verify(output)
+
+
+class _Beside:
+    """The matrices beside the experts as `PackedLayers` codes them."""
+
+    def __init__(self, model: MlxModel, packing: Callable[[str], Packing]) -> None:
+        self.seen, self.watched, self.read, self.packing = model.seen, model.watched, model.read, packing
 
 
 class _Affine(Packing):
     """Matrices that are stacked, expert by expert, when they are written."""
 
     @property
-    def layout(self) -> BlockLayout:
-        return affine(self.bits, self.group, self.dtype)
+    def layout(self) -> AffineCodes:
+        return AffineCodes.of(self.bits, self.group, self.dtype)
 
     def name(self, layer: int, expert: int, role: Role) -> str:
         return f"{self.architecture.block_prefix(layer)}switch_mlp.{expert}.{role}_proj.{CODES}"
