@@ -18,7 +18,20 @@ from moetool.architectures import Architecture, find_architecture
 from moetool.checkpoint.header import TensorInfo
 from moetool.errors import InvalidInputError
 from moetool.format.marker import without_stored
-from moetool.format.mlx import CODES, IN_PARTS, MLX, NOT_UNDONE, PART_OF, PLUS_ONE, RENAMED, ROLE_OF, STACKED
+from moetool.format.mlx import (
+    ADDS_ONE,
+    CODES,
+    CONVOLUTION,
+    IN_PARTS,
+    MLX,
+    NORMS,
+    NOT_UNDONE,
+    PART_OF,
+    PLUS_ONE,
+    RENAMED,
+    ROLE_OF,
+    STACKED,
+)
 
 Tensors = dict[str, TensorInfo]
 
@@ -34,10 +47,6 @@ _ALONE: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_moe_text": "qwen3_moe",
     }
 )
-# Norms that mlx-lm adds one to, and families that it does so in.
-_NORMS = re.compile(r"(\.(input_layernorm|post_attention_layernorm|q_norm|k_norm)|model\.norm)\.weight$")
-_ADDS_ONE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-_CONVOLUTION = re.compile(r"conv(1d|_1d)?\.weight$")
 
 
 def as_on_the_hub(
@@ -65,7 +74,7 @@ def as_on_the_hub(
             f"{path} is a {kind} that mlx-lm has written. It {why}, which cannot be undone: take the checkpoint that "
             "it was made of."
         )
-    renamed, adds_one = _renaming(kind), kind in _ADDS_ONE and any(map(_is_turned, found.values()))
+    renamed, adds_one = _renaming(kind), kind in ADDS_ONE and any(map(_is_turned, found.values()))
     infos = (replace(info, name=renamed(name)) for name, info in found.items())
     found = _by_name((_in_shape(info, kind, adds_one=adds_one) for info in infos), path)
     turn = _Experts(found, shown, path)
@@ -131,7 +140,7 @@ def _renaming(kind: str) -> Callable[[str], str]:
 
 def _is_turned(info: TensorInfo) -> bool:
     """Whether it is the weight of a convolution of one input channel, which mlx-lm puts behind the kernel."""
-    return _CONVOLUTION.search(info.name) is not None and len(info.shape) == 3 and info.shape[2] == 1
+    return CONVOLUTION.search(info.name) is not None and len(info.shape) == 3 and info.shape[2] == 1
 
 
 def _in_shape(info: TensorInfo, kind: str, *, adds_one: bool) -> TensorInfo:
@@ -141,7 +150,7 @@ def _in_shape(info: TensorInfo, kind: str, *, adds_one: bool) -> TensorInfo:
         shape = shape[0], 1, shape[1]
     elif kind == "apertus" and name.endswith(("alpha_p", "alpha_n")):
         shape = (1,)
-    elif adds_one and len(shape) == 1 and _NORMS.search(name):
+    elif adds_one and len(shape) == 1 and NORMS.search(name):
         name += PLUS_ONE
     return replace(info, name=name, shape=shape)
 

@@ -5,7 +5,7 @@ Codes are the nearest ones, or chosen on what a text gives to each expert (`expo
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, product
 from pathlib import Path
@@ -63,6 +63,7 @@ class CodedExperts(Stage[CodedT]):
 
     Attributes:
         kernels: what runs the result, in words.
+        has_biases: whether experts may have biases, which `layer_specs` then lists.
     """
 
     source_type: ClassVar[type[Input]] = DecodedSource
@@ -70,6 +71,7 @@ class CodedExperts(Stage[CodedT]):
     is_parallel: ClassVar[bool] = True
     continues: ClassVar[bool] = True
     kernels: ClassVar[str]
+    has_biases: ClassVar[bool] = False
 
     @abstractmethod
     def packing(self, layer: int, role: Role) -> Packing:
@@ -95,8 +97,8 @@ class CodedExperts(Stage[CodedT]):
         """The tensors that stand for one that is none of an expert's."""
         return [spec]
 
-    def passed(self, job: Job, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> Named:
-        """Those of these tensors that stand for ones that `read` gives by name."""
+    def passed(self, job: Job, layer: int, read: Callable[[str], Tensor]) -> Named:
+        """Tensors of a layer, −1 for none, that stand for others among its `rest`, which `read` gives by name."""
         return iter(())
 
     @property
@@ -139,7 +141,7 @@ class CodedExperts(Stage[CodedT]):
         native = dict.fromkeys(reader.moe_layers, native_layout(reader.shape))
         for layer, specs in OutputPlan(self.source, native, self.options.shard_size).units:
             coded = {spec.name for spec in reader.specs(layer, native[layer])} if layer in native else set()
-            found[layer] = [spec for spec in specs if spec.name not in coded]
+            found[layer] = [spec for spec in specs if spec.name not in coded | reader.biases]
         return found
 
     def check_family(self) -> None:
@@ -150,7 +152,7 @@ class CodedExperts(Stage[CodedT]):
                 f"This model has modules that only moetool runs ('{spec.key}' in its quantization_config): no engine "
                 f"that reads {self.name} knows them."
             )
-        if shape.biases:
+        if shape.biases and not self.has_biases:
             raise InvalidInputError("These experts have biases, which engines that read packed experts leave out.")
 
     @property
@@ -277,7 +279,7 @@ class CodedExperts(Stage[CodedT]):
             def read(name: str) -> Tensor:
                 return shared[name] if name in shared else self.source.checkpoint.read(name)
 
-            return with_the_rest(read, specs, chain(coded, self.passed(job, specs, read)))
+            return with_the_rest(read, specs, chain(coded, self.passed(job, layer, read)))
 
         config = patch_config(self.source.checkpoint.config, self.entries())
         layers = self.told_of_layers

@@ -8,13 +8,14 @@ Source: https://github.com/ml-explore/mlx-lm (`utils.load_model`, `models/switch
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
 from moetool.architectures import Role
 from moetool.architectures.base import Settings
+from moetool.errors import InvalidInputError
 
 MLX = "mlx"
 CODES, SCALES, BIASES = "weight", "scales", "biases"
@@ -59,6 +60,20 @@ RENAMED: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
+# Names by `model_type`, as patterns, that the hub's have in mlx-lm, of tensors that are no experts'.
+_WRITTEN_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "lfm2_moe": {
+            r"\.feed_forward\.w1\.": ".feed_forward.gate_proj.",
+            r"\.feed_forward\.w2\.": ".feed_forward.down_proj.",
+            r"\.feed_forward\.w3\.": ".feed_forward.up_proj.",
+        }
+    }
+)
+# Norms that mlx-lm adds one to, and families that it does so in.
+NORMS = re.compile(r"(\.(input_layernorm|post_attention_layernorm|q_norm|k_norm)|model\.norm)\.weight$")
+ADDS_ONE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+CONVOLUTION = re.compile(r"conv(1d|_1d)?\.weight$")  # whose single input channel lies behind the kernel
 # What mlx-lm does to families whose tensors on the hub do not follow from its own, or have not been compared.
 NOT_UNDONE: Mapping[str, str] = MappingProxyType(
     {
@@ -75,6 +90,7 @@ NOT_UNDONE: Mapping[str, str] = MappingProxyType(
 ROLE_OF: Mapping[str, Role] = MappingProxyType(
     {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
 )
+_GRANITE_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 _PLAIN = (str, int, float, bool, list)
 _OUTRIGHT = ("rope_theta", "partial_rotary_factor")
 
@@ -90,7 +106,10 @@ EXPERTS_IN: Mapping[str, str] = MappingProxyType(
         "dots1": _EXPERTS,
         "exaone_moe": _SWITCH,
         "glm4_moe": _SWITCH,
+        "gpt_oss": _EXPERTS,
         "granitemoe": _SWITCH,
+        "granitemoehybrid": _SWITCH,
+        "lfm2_moe": _SWITCH,
         "longcat_flash": _SWITCH,
         "minimax_m2": _SWITCH,
         "mixtral": _SWITCH,
@@ -98,6 +117,7 @@ EXPERTS_IN: Mapping[str, str] = MappingProxyType(
         "phimoe": _SWITCH,
         "qwen2_moe": _SWITCH,
         "qwen3_moe": _SWITCH,
+        "qwen3_next": _SWITCH,
         "solar_open": _SWITCH,
     }
 )
@@ -121,43 +141,83 @@ def stacked_name(block: str, kind: str, role: Role) -> str:
     return f"{block}{EXPERTS_IN[kind]}.{role}_proj.{CODES}"
 
 
+def stacked_biases(block: str, kind: str, role: Role) -> str:
+    """The biases of all experts of a `block`, beside `stacked_name`."""
+    return f"{block}{EXPERTS_IN[kind]}.{role}_proj.bias"
+
+
+def written_name(kind: str, name: str) -> str:
+    """The name in mlx-lm of a tensor that is no expert's, in a family of this `model_type`."""
+    for old, new in _WRITTEN_NAMES.get(kind, {}).items():
+        name = re.sub(old, new, name)
+    return name
+
+
+def is_turned_round(name: str, shape: Sequence[int]) -> bool:
+    """Whether mlx-lm has the kernel `[channels, 1, length]` of a convolution as `[channels, length, 1]`."""
+    return len(shape) == 3 and shape[1] == 1 and CONVOLUTION.search(name) is not None
+
+
+def is_added_to(kind: str, name: str) -> bool:
+    """Whether mlx-lm has a norm of a family with one added."""
+    return kind in ADDS_ONE and NORMS.search(name) is not None
+
+
 def packed_entry(bits: int, group: int, named: Mapping[str, int]) -> dict[str, object]:
     """What `config.json` says under `quantization`, and under `quantization_config`, where other tools look.
 
     Args:
         bits: of most matrices.
         group: inputs that share a scale.
-        named: bits of all matrices in codes, by the names of their codes.
+        named: bits of all matrices in codes, by module.
     """
-    own = {module_of(name): {"group_size": group, "bits": more} for name, more in named.items() if more != bits}
+    own = {module: {"group_size": group, "bits": more} for module, more in named.items() if more != bits}
     return {"group_size": group, "bits": bits, "mode": "affine", **own}
 
 
-def module_of(codes: str) -> str:
-    """The module of a matrix, by the name of its codes: `model.layers.0.mlp.switch_mlp.up_proj`."""
-    return codes.removesuffix(f".{CODES}")
-
-
-def bits_in(entry: Mapping[str, object], names: Iterable[str]) -> dict[str, int]:
-    """Bits of matrices, by the names of their codes, from such an entry of `config.json`."""
-    found = {}
-    for name in names:
-        own = entry.get(module_of(name), entry)
-        bits = own.get("bits") if isinstance(own, Mapping) else None
-        found[name] = bits if isinstance(bits, int) else 0
-    return found
+def bits_of(entry: Mapping[str, object], module: str) -> int:
+    """Bits of a module's matrix by such an entry of `config.json`; 0 if that says nothing of it."""
+    own = entry.get(module, entry)
+    bits = own.get("bits") if isinstance(own, Mapping) else None
+    return bits if isinstance(bits, int) else 0
 
 
 def told_outright(settings: Settings) -> dict[str, object]:
     """Values of `config.json` where mlx-lm looks for them: it has defaults of its own, not those of transformers, and
-    most of its families know the entries on rotary embeddings of transformers 4 alone."""
+    most of its families know the entries on rotary embeddings of transformers 4 alone.
+
+    Raises:
+        InvalidInputError: the config says what mlx-lm has no words for.
+    """
     found: dict[str, object] = {key: value for key, value in settings.items() if isinstance(value, _PLAIN)}
     rotary = settings.get("rope_parameters")
     if isinstance(rotary, Mapping) and "rope_theta" in rotary:  # else each kind of layer has its own
         found |= {key: rotary[key] for key in _OUTRIGHT if key in rotary}
         scaled = {key: value for key, value in rotary.items() if key not in _OUTRIGHT}
         found["rope_scaling"] = None if scaled.get("rope_type", "default") == "default" else scaled
-    return found
+    return found | _told_of(str(settings.get("model_type")), settings)
+
+
+def _told_of(kind: str, settings: Settings) -> dict[str, object]:
+    """What mlx-lm's class of a family asks for, in words of its own."""
+    kinds = settings.get("layer_types")
+    if kind == "lfm2_moe" and not settings.get("tie_word_embeddings"):
+        raise InvalidInputError(
+            "mlx-lm has no head for LFM2-MoE but its embeddings, and this model has one of its own."
+        )
+    if kind == "granitemoehybrid" and isinstance(kinds, list):
+        turned = settings.get("position_embedding_type") == "rope"
+        called = [_GRANITE_LAYERS.get(own, own) for own in kinds]
+        return {"layer_types": called, "position_embedding_type": "rope" if turned else "nope"}
+    if kind != "qwen3_next" or not isinstance(kinds, list):
+        return {}
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    if any((kind == "full_attention") == bool((layer + 1) % every) for layer, kind in enumerate(kinds)):
+        raise InvalidInputError(
+            f"layer_types has attention in {kinds.count('full_attention')} of {len(kinds)} layers; mlx-lm has it in "
+            f"every {every}th alone."
+        )
+    return {"full_attention_interval": every}
 
 
 def is_mlx(config: Mapping[str, object]) -> bool:

@@ -30,7 +30,7 @@ LAYOUTS: list[BlockLayout] = [
     AffineCodes.of(4, 8, torch.float32),
     symmetric(3, 512, torch.float32),  # more numbers than compiled code takes
 ]
-NEAREST |= {kind.name: EVEN[bits] for kind in LAYOUTS for bits in EVEN if kind.name in (f"{bits}-bit", f"symmetric {bits}")}
+NEAREST |= {name: most for bits, most in EVEN.items() for name in (f"{bits}-bit", f"symmetric {bits}")}
 KINDS = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: f"{kind.name} {kind.group}")
 STORED = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 

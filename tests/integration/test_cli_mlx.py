@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import WEIGHTS, CrashDriver, config_of, logits, relative_error, weight_bytes
+from derived_families import DERIVED
 from families import FAMILIES, build
 from mlx_exports import decoded, export, put_back
 from safetensors.torch import load_file
@@ -34,7 +35,9 @@ HUB: dict[str, dict[str, Any]] = {  # what the hub's configs have and transforme
         }
     },
     "dots1": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "granitemoehybrid": {"mamba_n_heads": 8},
     "exaone_moe": {"is_moe_layer": [True, False, True]},
+    "lfm2_moe": {"tie_word_embeddings": True},
     "longcat_flash": {
         "attention_method": "MLA",
         "zero_expert_type": "identity",
@@ -63,9 +66,9 @@ np.save(Path(sys.argv[1]) / "logits.npy", np.array(logits.astype(mx.float32)))
 
 def wide(family: str) -> Any:
     """A model whose matrices are cut into whole groups of 32 inputs."""
-    own = {**FAMILIES[family], **HUB.get(family, {})}
+    own = {**FAMILIES.get(family, DERIVED.get(family, {})), **HUB.get(family, {})}
     widths = {key: 32 * -(-own[key] // 32) for key in own if key.endswith(("intermediate_size", "ffn_hidden_size"))}
-    return build(family, hidden_size=64, **{**HUB.get(family, {}), **widths})
+    return build(family, **{**own, **widths, "hidden_size": 64})
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +189,21 @@ def test_other_families_are_refused(run_cli: Any, save_model: Any, tmp_path: Pat
     assert "'flex_olmo' is not among the families" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "says"),
+    [
+        ("lfm2_moe", {"tie_word_embeddings": False}, "has one of its own"),
+        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "every 1th alone"),
+    ],
+)
+def test_what_mlx_lm_has_no_words_for_is_refused(
+    run_cli: Any, save_model: Any, tmp_path: Path, family: str, more: dict[str, Any], says: str
+) -> None:
+    result = export(run_cli, save_model(build(family, **more), tmp_path / "model"), tmp_path / "out", "--dry-run")
+    assert result.code == 3
+    assert says in result.stderr
+
+
 def test_an_export_is_verified_and_read_again(run_cli: Any, model: Path, tmp_path: Path) -> None:
     result = export(run_cli, model, tmp_path / "out")
     assert "mlx_lm.chat" in (tmp_path / "out" / "README.md").read_text()
@@ -201,7 +219,7 @@ def test_an_export_is_verified_and_read_again(run_cli: Any, model: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "family", sampled(sorted(EXPERTS_IN), ["afmoe", "deepseek_v3", "granitemoe", "mixtral", "qwen3_moe"])
+    "family", sampled(sorted(EXPERTS_IN), ["afmoe", "deepseek_v3", "gpt_oss", "lfm2_moe", "mixtral", "qwen3_next"])
 )
 def test_mlx_lm_computes_what_transformers_does(
     run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from moetool.architectures import Role
+from moetool.architectures import Architecture, Role
 from moetool.checkpoint.names import CONFIG
 from moetool.checkpoint.sizes import format_bytes
 from moetool.checkpoint.writer import TensorSpec
@@ -39,12 +39,15 @@ from moetool.format.mlx import (
     CODES,
     EXPERTS_IN,
     SCALES,
-    bits_in,
-    module_of,
+    bits_of,
+    is_added_to,
+    is_turned_round,
     packed_entry,
     packed_tensors,
     said_by_mlx,
+    stacked_biases,
     told_outright,
+    written_name,
 )
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Job
@@ -67,6 +70,7 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
     summary: ClassVar[str] = "experts in 2 to 8 bits as mlx-lm runs them on Apple silicon"
     options_type: ClassVar[type[RunOptions]] = ExportMlxOptions
     kernels: ClassVar[str] = "MLX's kernels"
+    has_biases: ClassVar[bool] = True
 
     _ends: Ends | None = None
 
@@ -85,7 +89,7 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
         options, model = self.options, self._model
         if options.chooses_bits:
             return model.with_fixed(model.menu.largest)
-        experts = {tensor.name: options.bits or _BITS for tensor in model.tensors if len(tensor.shape) == 3}
+        experts = {tensor.name: options.bits or _BITS for tensor in model.tensors if tensor.is_experts}
         others = [] if self._leaves_others else model.all_coded
         return experts | dict.fromkeys(others, options.other_bits or _OTHER_BITS)
 
@@ -129,7 +133,8 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
 
     def _packed(self, name: str) -> "_Affine":
         source = self.source
-        return _Affine(source.architecture, self._bits[name], self.options.group_size, source.experts.dtype)
+        group, dtype = self.options.group_size, source.experts.dtype
+        return _Affine(self._kind, source.architecture, self._bits[name], group, dtype)
 
     def check(self) -> None:
         if self._kind not in EXPERTS_IN:
@@ -137,6 +142,7 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
                 f"'{self._kind}' is not among the families whose exports were compared in mlx-lm: "
                 f"{', '.join(sorted(EXPERTS_IN))}. Take {self.instead}."
             )
+        told_outright(self.source.checkpoint.settings)
         self.check_groups(AFFINE_GROUPS)
 
     def other_groups(self, common: int) -> list[int]:
@@ -153,7 +159,13 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
             name = self._model.expert_tensor(layer, role)
             for own in self.packing(layer, role).specs(name, shape.matrix(role)):
                 found.append(TensorSpec(own.name, own.dtype, (shape.experts, *own.shape)))
-        return found
+        return found + [
+            TensorSpec(self._biases(layer, role), self.source.experts.dtype, (shape.experts, shape.matrix(role)[0]))
+            for role in shape.biases
+        ]
+
+    def _biases(self, layer: int, role: Role) -> str:
+        return stacked_biases(self.source.architecture.block_prefix(layer), self._kind, role)
 
     def as_written(self, layer: int, experts: Named) -> Named:
         found, reader = dict(experts), self.source.experts
@@ -162,23 +174,37 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
             names = [packing.name(layer, expert, role) for expert in range(reader.shape.experts)]
             for part in (CODES, SCALES, BIASES):
                 yield part_name(stacked, part), torch.stack([found.pop(part_name(name, part)) for name in names])
+        for role in reader.shape.biases if reader.has(layer) else ():
+            biases = [reader.bias(layer, expert, role) for expert in range(reader.shape.experts)]
+            yield self._biases(layer, role), torch.stack(biases).to(reader.dtype)
         yield from found.items()
 
     def passing(self, spec: TensorSpec) -> list[TensorSpec]:
-        if spec.name not in self._bits:
-            return [spec]
-        return self._packed(spec.name).specs(spec.name, (spec.shape[0], spec.shape[1]))
+        if spec.name in self._bits:
+            return self._packed(spec.name).specs(spec.name, (spec.shape[0], spec.shape[1]))
+        channels, *_ = shape = spec.shape
+        shape = (channels, shape[2], 1) if is_turned_round(spec.name, shape) else shape
+        return [TensorSpec(written_name(self._kind, spec.name), spec.dtype, shape)]
 
-    def passed(self, job: Job, specs: Iterable[TensorSpec], read: Callable[[str], Tensor]) -> Named:
+    def passed(self, job: Job, layer: int, read: Callable[[str], Tensor]) -> Named:
         on_text = self.beside is not None
-        for name in (spec.name for spec in specs if spec.name in self._bits and len(spec.shape) == 2):
-            packing, tensor = self._packed(name), self._model.by_name[name]
-            if on_text and tensor.layer >= 0 and name in self._model.seen(tensor.layer):
+        seen = set(self._model.seen(layer)) if on_text and layer >= 0 else ()
+        for spec in self.rest[layer]:
+            name, written = spec.name, written_name(self._kind, spec.name)
+            if name in seen:
                 continue  # among the layer's codes
-            if self._ends is not None and name in self._model.tables:
-                yield from packing.named(name, Blocked.joined(list(self._ends.coded(tensor, packing.layout))))
+            if name not in self._bits:
+                if is_turned_round(name, spec.shape):
+                    yield written, read(name).transpose(1, 2).contiguous()
+                elif is_added_to(self._kind, name):
+                    yield written, (read(name).float() + 1).to(spec.dtype)
+                elif name != written:
+                    yield written, read(name)
+            elif self._ends is not None and name in self._model.tables:
+                coded = self._ends.coded(self._model.by_name[name], self._packed(name).layout)
+                yield from self._packed(name).named(name, Blocked.joined(list(coded)))
             else:
-                yield from packing.nearest(name, read(name).to(job.device))
+                yield from self._packed(name).nearest(name, read(name).to(job.device))
 
     @property
     def beside(self) -> "PackedBeside | None":
@@ -256,14 +282,19 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
 
     def entries(self) -> Mapping[str, object]:
         model = self._model
-        most = Counter(self._bits[name] for name in self._bits if len(model.by_name[name].shape) == 3).most_common(1)
-        entry = packed_entry(most[0][0], self.options.group_size, self._bits)
+        most = Counter(bits for name, bits in self._bits.items() if model.by_name[name].is_experts).most_common(1)
+        named = {self._module(name): bits for name, bits in self._bits.items()}
+        entry = packed_entry(most[0][0], self.options.group_size, named)
         return {**told_outright(self.source.checkpoint.settings), "quantization": entry, "quantization_config": entry}
+
+    def _module(self, name: str) -> str:
+        """mlx-lm's module of a matrix, by the name of its codes."""
+        return written_name(self._kind, name).removesuffix(f".{CODES}")
 
     def told(self, facts: CalibrationFacts | None) -> Details:
         if (menu := self._menu) is None:
             return super().told(facts)
-        bits = {module_of(name): bits for name, bits in self._bits.items()}
+        bits = {self._module(name): bits for name, bits in self._bits.items()}
         per_weight = menu.bits_per_weight({name: self._model.kind(self._bits[name]) for name in menu.types})
         return MlxDetails(calibration=facts, bits_per_weight=round(per_weight, 4), bits=bits)
 
@@ -273,14 +304,14 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
         model, found = self._model, dict[int, dict[str, str]]()
         for name, bits in self._bits.items():
             if (layer := model.by_name[name].layer) >= 0:
-                module = module_of(name).removeprefix(self.source.architecture.layer_prefix(layer))
+                module = self._module(name).removeprefix(self.source.architecture.layer_prefix(layer))
                 found.setdefault(layer, {})[module] = model.kind(bits).name
         return {layer: MatrixBits(types) for layer, types in sorted(found.items())}
 
     def verify(self, output: Path) -> Sizes:
         if self._menu is not None:  # a job that is found done has chosen nothing
             said = said_by_mlx(json.loads((output / CONFIG).read_bytes()))
-            self._choose(bits_in(said or {}, self._bits))
+            self._choose({name: bits_of(said or {}, self._module(name)) for name in self._bits})
         return super().verify(output)
 
 
@@ -292,7 +323,21 @@ class _Beside:
 
 
 class _Affine(Packing):
-    """Matrices that are stacked, expert by expert, when they are written."""
+    """Matrices of experts, which are stacked when they are written, and others, under mlx-lm's names.
+
+    Attributes:
+        kind: the family's `model_type`.
+    """
+
+    def __init__(self, kind: str, architecture: Architecture, bits: int, group: int, dtype: torch.dtype) -> None:
+        super().__init__(architecture, bits, group, dtype)
+        self.kind = kind
+
+    def specs(self, name: str, shape: tuple[int, int]) -> list[TensorSpec]:
+        return super().specs(written_name(self.kind, name), shape)
+
+    def named(self, name: str, blocked: Blocked) -> Named:
+        return super().named(written_name(self.kind, name), blocked)
 
     @property
     def layout(self) -> AffineCodes:

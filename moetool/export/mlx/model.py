@@ -34,6 +34,7 @@ class MlxTensor:
         shape: `[out, in]`, or `[experts, out, in]` of a layer's experts.
         nbytes: that it takes unless bits are chosen for it.
         parts: reads its rows: of experts, a matrix at a time.
+        is_experts: whether it holds the matrices of all experts of a layer in a role.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MlxTensor:
     shape: tuple[int, ...]
     nbytes: int
     parts: Callable[[], Iterator[Tensor]]
+    is_experts: bool = False
 
     @property
     def numbers(self) -> int:
@@ -134,7 +136,7 @@ class MlxModel:
         open_ = {*self.tables, *(name for layer in range(self.layers) for name in self.seen(layer))}
         types = dict[str, tuple[AffineCodes, ...]]()
         for tensor in self.tensors:
-            if len(tensor.shape) == 3 or tensor.name in open_:
+            if tensor.is_experts or tensor.name in open_:
                 types[tensor.name] = tuple(map(self.kind, AFFINE_BITS if tensor.layer >= 0 else _TABLE_BITS))
         return Menu(self.tensors, types, "MLX", "embeddings and head have at least 3 bits there, norms and routers 16")
 
@@ -174,7 +176,13 @@ class MlxModel:
                 whole = (reader.shape.experts, *reader.shape.matrix(role))
                 nbytes = math.prod(whole) * reader.dtype.itemsize
                 name = self.expert_tensor(layer, role)
-                found.append(MlxTensor(name, layer, whole, nbytes, partial(self._matrices, layer, role)))
+                found.append(
+                    MlxTensor(name, layer, whole, nbytes, partial(self._matrices, layer, role), is_experts=True)
+                )
+                if role in reader.shape.biases:
+                    rows = whole[:2]
+                    nbytes = math.prod(rows) * reader.dtype.itemsize
+                    found.append(MlxTensor(f"{name}.bias", layer, rows, nbytes, lambda: iter(())))
         return found
 
     @cached_property
