@@ -27,7 +27,7 @@ from moetool.errors import did_you_mean
         (("sparsify-delta", "a", "b", "--ratio", "0.6"), "Here --drop sets the size."),
         (
             ("export", "a", "b", "--format", "compressed-tensors", "--size", "3G"),
-            "Here --bits sets the size. --size exists with --format gguf.",
+            "Here --bits sets the size. --size exists with --format gguf or mlx.",
         ),
         (("export", "a", "b", "--format", "gguf", "--ratio", "0.6"), "Here --size sets the size."),
         (("compress", "a", "b", "--num-calibration-samples", "3"), "Here it is --samples."),
