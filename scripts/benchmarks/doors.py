@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--mixtures", nargs="+", default=MIXTURES, help="of llama.cpp, whose bytes all others get")
     parser.add_argument("--repair", type=int, metavar="STEPS", help="repair GGUF files, too")
     parser.add_argument("--repair-samples", type=int, default=240, help="windows that a repair trains on")
-    parser.add_argument("--no-packed", action="store_true", help="leave out compressed-tensors")
+    parser.add_argument("--no-packed", action="store_true", help="without compressed-tensors, as some families are")
     options = parser.parse_args()
     torch.set_num_threads(1)
     windows, kept = test_windows(options), Kept(options.work / "every-door.jsonl")
