@@ -77,9 +77,12 @@ def trained_numbers(source: Source, trains: Trained) -> int:
 def low_rank_numbers(shape: Sequence[int]) -> int:
     """Numbers of what is added to a tensor, a matrix or several `[…, rows, columns]`, or of the tensor if it is not
     larger than what would be added."""
-    *several, rows, columns = (1, *shape)
-    full = math.prod(several) * rows * columns
-    return math.prod(several) * RANK * (rows + columns) if min(rows, columns) > RANK else full
+    return math.prod(shape[:-2]) * RANK * sum(shape[-2:]) if has_low_rank(shape) else math.prod(shape)
+
+
+def has_low_rank(shape: Sequence[int]) -> bool:
+    """Whether a product of two thin matrices is fewer numbers than the matrices of a tensor of this shape."""
+    return len(shape) > 1 and min(shape[-2:]) > RANK
 
 
 def _stored_scales(checkpoint: Checkpoint) -> int:

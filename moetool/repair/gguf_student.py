@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from moetool.repair.masters import Blocks
     from moetool.repair.trainee import Trainee
-    from moetool.repair.weights import ModelWeights
 
 _ROUTER = "ffn_gate_inp.weight"
 
@@ -68,7 +67,7 @@ class GgufStudent(Student):
             raise UsageError("--train routers: this model has no routers. Leave it out.")
         return "routers" if wanted == "routers" else "small"
 
-    @property
+    @cached_property
     def trained(self) -> TrainedModel:
         trained, routers = 0, self.trains == "routers"
         for name, tensor in self._file.tensors.items():
@@ -108,30 +107,23 @@ class GgufStudent(Student):
         from moetool.repair.masters import block_factors, copies
         from moetool.repair.trainee import Trainee
         from moetool.repair.training import choose
+        from moetool.repair.weights import open_weights
 
         source, directory = self.source.model, self._directory(job)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._file.write(directory, weights=True)
-        weights = self._weights(Checkpoint.open(directory), job.device, streams=streams)
+        family = source.dense if source.experts is None else source.experts
+        assert family is not None
+        weights = open_weights(
+            Checkpoint.open(directory), family.architecture, self._paths, job.device, streams=streams
+        )
         told = {*source.constants, *chain(*source.numbers.values())}  # which stay in the metadata
         chosen = {name: own for name, own in choose(weights.model, self.trains).items() if name not in told}
         masters = copies(weights.keep(chosen), torch.float32)
         if self.trains == "small":
             masters |= block_factors(weights.model, self._blocks(weights.model))
         return Trainee(weights, masters)
-
-    def _weights(self, exact: Checkpoint, device: torch.device, *, streams: bool) -> "ModelWeights":
-        from moetool.calibration.streaming import StreamedModel
-        from moetool.repair.weights import HeldWeights, StreamedWeights
-        from moetool.runtime.loading import load_model
-
-        if not streams:
-            return HeldWeights(load_model(exact, torch.float32, device), self._paths)
-        model = GgufSource.of(exact)
-        family = model.dense if model.experts is None else model.experts
-        assert family is not None
-        return StreamedWeights(StreamedModel(exact, family.architecture, torch.float32, device), self._paths)
 
     @property
     def _paths(self) -> list[str]:

@@ -147,12 +147,12 @@ class Repair(Stage[RepairOptions, RepairedSource]):
 
     @cached_property
     def _memory(self) -> "_Memory":
-        return self._needed(self._student.trained, self._student.streamed)
+        return self._needed(self._student.trained)
 
-    def _needed(self, whole: TrainedModel, streamed: TrainedModel | None) -> "_Memory":
+    def _needed(self, whole: TrainedModel, *, may_stream: bool = True) -> "_Memory":
         """The memory of a repair whose model is `whole` in memory, or where that takes more than there is, streamed."""
         student, original = self._student, self._teacher.memory
-        if streamed is not None and not student.fits(whole):
+        if may_stream and not student.fits(whole) and (streamed := student.streamed) is not None:
             return _Memory(original, student.training_bytes(streamed), holds_decoded=False, streams=True)
         decoded = replace(whole, loaded=whole.loaded + whole.decoded)
         holds = student.fits(decoded)
@@ -163,8 +163,7 @@ class Repair(Stage[RepairOptions, RepairedSource]):
         """Bytes of memory that the repair takes of what the input is compressed to, `nbytes` of weight files, a `share`
         of whose experts are numbers of floating point: the least, while the original predicts, and the most."""
         assert isinstance(self._student, CheckpointStudent)
-        streamed = self._student.streamed if share == 1 else None
-        needed = self._needed(self._student.most(nbytes, share), streamed)
+        needed = self._needed(self._student.most(nbytes, share), may_stream=share == 1)
         return needed.original, max(needed.original, needed.training)
 
     def phases(self, nbytes: int) -> Phases:

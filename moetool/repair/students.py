@@ -14,7 +14,6 @@ from moetool.architectures import Architecture
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import DenseArchitecture, find_dense_architecture
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.settings import described_in
 from moetool.checkpoint.writer import TensorSpec
 from moetool.costs.building_blocks import loading
 from moetool.costs.calibration_cost import baseline
@@ -34,8 +33,6 @@ from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
 from moetool.runtime.building import recomputes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from moetool.repair.masters import Master
     from moetool.repair.trainee import Trainee
     from moetool.repair.weights import ModelWeights
@@ -176,19 +173,9 @@ class CheckpointStudent(Student):
         """What is known of the family."""
 
     def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
-        from moetool.calibration.streaming import StreamedModel
-        from moetool.repair.weights import HeldWeights, StreamedWeights
+        from moetool.repair.weights import open_weights
 
-        if not streams:
-            return HeldWeights(self._loaded(job), self._layer_paths)
-        model = StreamedModel(self.checkpoint, self.architecture, torch.float32, job.device)
-        return StreamedWeights(model, self._layer_paths)
-
-    def _loaded(self, job: Job[Any], *, paged: bool = False) -> "PreTrainedModel":
-        from moetool.runtime.loading import load_model
-
-        with described_in(self.checkpoint.path):
-            return load_model(self.checkpoint, torch.float32, job.device, paged=paged)
+        return open_weights(self.checkpoint, self.architecture, self._layer_paths, job.device, streams=streams)
 
     @property
     def _layer_paths(self) -> list[str]:
@@ -293,11 +280,11 @@ class MoEStudent(CheckpointStudent):
         return sum(info.nbytes for info in infos if not info.dtype.is_floating_point)
 
     def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
-        from moetool.repair.weights import HeldWeights
+        from moetool.repair.weights import open_held
 
         if not streams or not self._has_own_forms:
             return super()._weights(job, streams=streams)
-        return HeldWeights(self._loaded(job, paged=True), self._layer_paths)
+        return open_held(self.checkpoint, self._layer_paths, job.device, paged=True)
 
     def _masters(self, weights: "ModelWeights") -> "dict[str, Master]":
         from moetool.repair.stored_scales import group_factors
@@ -307,7 +294,7 @@ class MoEStudent(CheckpointStudent):
             found |= group_factors(self.source, weights.model)
         return found
 
-    @property
+    @cached_property
     def trained(self) -> TrainedModel:
         return TrainedModel.of(self.source, self.trains)
 
@@ -346,7 +333,7 @@ class MoefiedStudent(CheckpointStudent):
             return wanted
         return "all" if self.fits(TrainedModel.of_moefied(self.checkpoint, "all")) else "lora"
 
-    @property
+    @cached_property
     def trained(self) -> TrainedModel:
         return TrainedModel.of_moefied(self.source.checkpoint, self.trains)
 

@@ -116,5 +116,8 @@ class TaughtByDense(Teaching):
         return StreamedOriginal.of_dense(self._dense, windows, beside, self._options)
 
     def activation_bytes(self, tokens: int) -> int:
-        again = recomputes(self._checkpoint)
-        return activation_bytes(self._dense.hidden, self._dense.layers, tokens, again=again)
+        return activation_bytes(self._dense.hidden, self._dense.layers, tokens, again=self._runs_again)
+
+    @cached_property
+    def _runs_again(self) -> bool:
+        return recomputes(self._checkpoint)

@@ -23,7 +23,7 @@ from moetool.job.interrupt import Interrupt
 from moetool.job.progress import Progress, phase
 from moetool.measure.results import KL_ROUNDING, NAT_UNIT, shown_kl
 from moetool.numerics.seeding import generator
-from moetool.repair.costs import REPAIR
+from moetool.repair.costs import REPAIR, has_low_rank
 from moetool.repair.masters import LowRankUpdate
 from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
@@ -264,9 +264,13 @@ def low_rank(
 
 
 def _has_rank(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor holds matrices in full for which two thin ones are fewer numbers."""
-    is_matrix = tensor.dim() > 1 and not name.endswith("bias") and min(tensor.shape[-2:]) > RANK
-    return is_matrix and not is_placeholder(tensor) and not is_selector(name)
+    """Whether a low-rank product is added to a tensor, which is no bias, selector or placeholder."""
+    return (
+        has_low_rank(tensor.shape)
+        and not name.endswith("bias")
+        and not is_placeholder(tensor)
+        and not is_selector(name)
+    )
 
 
 def _numbers_of(modules: Iterable[nn.Module]) -> set[int]:

@@ -5,10 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from moetool.architectures import Architecture
+from moetool.architectures.dense import DenseArchitecture
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.settings import described_in
 from moetool.runtime.attention import attend_by_kernels
 from moetool.runtime.conversions import conversions_of
+from moetool.runtime.loading import load_model
 from moetool.runtime.modules.insertion import paths_in
 
 if TYPE_CHECKING:
@@ -96,6 +102,32 @@ class StreamedWeights(ModelWeights):
     def _put_back(self, index: int) -> None:
         for name, tensor in self._kept[index].items():
             put(self.model, name, tensor)
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    architecture: Architecture | DenseArchitecture,
+    paths: Iterable[str],
+    device: torch.device,
+    *,
+    streams: bool,
+) -> ModelWeights:
+    """Open a model in fp32, whole, or if it `streams` without its layers, which lie at these paths. Raises
+    `InvalidInputError` for what transformers cannot load."""
+    from moetool.calibration.streaming import StreamedModel
+
+    if not streams:
+        return open_held(checkpoint, paths, device)
+    return StreamedWeights(StreamedModel(checkpoint, architecture, torch.float32, device), paths)
+
+
+def open_held(
+    checkpoint: Checkpoint, paths: Iterable[str], device: torch.device, *, paged: bool = False
+) -> HeldWeights:
+    """Load a whole model in fp32, or if it is `paged` with codes that stay in its mapped files. Raises as
+    `runtime.loading.load_model`."""
+    with described_in(checkpoint.path):
+        return HeldWeights(load_model(checkpoint, torch.float32, device, paged=paged), paths)
 
 
 def _copied(tensor: Tensor) -> Tensor:

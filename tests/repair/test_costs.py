@@ -6,7 +6,7 @@ import pytest
 
 from moetool.costs.building_blocks import moe_size
 from moetool.job.job import Source
-from moetool.repair.costs import REPAIR, repair_phases
+from moetool.repair.costs import REPAIR, low_rank_numbers, repair_phases
 from moetool.repair.options import RepairOptions
 
 
@@ -26,3 +26,11 @@ def test_evaluations_on_held_out_windows_are_counted(tiny_mixtral: Path) -> None
     assert products(source, steps=2, held_out=16, evaluations=9) == products(
         source, steps=2, held_out=16, evaluations=2
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [((), 1), ((7,), 7), ((16, 300), 4800), ((40, 300), 16 * 340), ((3, 40, 300), 3 * 16 * 340), ((8, 1, 4), 32)],
+)
+def test_low_rank_numbers_of_any_shape(shape: tuple[int, ...], numbers: int) -> None:
+    assert low_rank_numbers(shape) == numbers
