@@ -71,7 +71,7 @@ class CodingText:
         return metrics + max(forward, self.cost.backward_scratch(reader, self.experts_at_once))
 
     def calibrated(self, job: Job) -> CalibratedJob:
-        """Open the model with the text."""
+        """Open the model before its calibration text, of which nothing has passed through it yet."""
         return CalibratedJob(job, self.options, gradients=self.in_turn, experts_at_once=self.experts_at_once)
 
     def opened(self, job: Job) -> CalibratedJob:

@@ -111,11 +111,11 @@ class CodedExperts(Stage[CodedT]):
         return text.opened(job)
 
     def told(self, facts: CalibrationFacts | None) -> Details:
-        """What the result tells beyond sizes and time."""
+        """Return the fields that the job's result has beside sizes and time."""
         return Details(calibration=facts)
 
     def told_of_layers(self) -> Mapping[int, Printed]:
-        """What the manifest says of each layer."""
+        """Return what `moetool.json` says of each layer, by its number."""
         return {}
 
     def lacking(self) -> dict[str, str]:

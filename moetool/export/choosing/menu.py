@@ -15,14 +15,14 @@ from moetool.export.choosing.written import WrittenTensor
 
 
 class NamedKind(Protocol):
-    """A type of numbers."""
+    """A type in which an engine stores the numbers of a tensor."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the type, as the engine has it."""
 
     def size(self, numbers: int) -> int:
-        """Bytes that so many elements take in this type."""
+        """Size in bytes of so many elements in this type."""
 
 
 KindT = TypeVar("KindT", bound=NamedKind)

@@ -15,7 +15,7 @@ class WrittenTensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the result."""
+        """Name of the tensor in the result."""
 
     @property
     def layer(self) -> int:
@@ -23,11 +23,11 @@ class WrittenTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[out, in]`, or `[experts, out, in]`."""
+        """Shape of the tensor: `[out, in]`, or `[experts, out, in]`."""
 
     @property
     def numbers(self) -> int:
-        """Number of its elements."""
+        """Number of elements of the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +58,15 @@ class WrittenModel(Protocol):
 
     @property
     def experts(self) -> ExpertReader | None:
-        """Reads the experts; `None` for a dense model."""
+        """Reader of the model's experts; `None` for a dense model."""
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers of the model."""
 
     @property
     def embeddings(self) -> str:
-        """Name of the token embeddings in the result."""
+        """Name that the tensor of token embeddings has in the result."""
 
     @property
     def head(self) -> str | None:
