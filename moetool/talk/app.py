@@ -4,14 +4,16 @@ Its parts are those of `transformers serve` (`transformers.cli.serving`, 5.17 to
 are left out.
 """
 
+import contextlib
 import functools
 import inspect
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -36,6 +38,7 @@ from moetool.talk.requests import (
     AskedFor,
     AskedResponse,
     check_request,
+    is_drawn,
 )
 
 if TYPE_CHECKING:
@@ -95,16 +98,33 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
 
 
 def _checking(handler: Any, asked: type[AskedFor]) -> Any:
-    """Let a handler refuse requests whose fields it would fail at."""
-    handle = handler.handle_request
+    """Let a handler refuse requests whose fields it would fail at, and answer the others as OpenAI's API does."""
+    handle, build = handler.handle_request, handler._build_generation_config
 
     @functools.wraps(handle)
     async def checked(body: dict[str, Any], request_id: str) -> Any:
         check_request(asked, body)
-        return await handle(body, request_id)
+        answer = await handle({"stream": False, **body}, request_id)  # transformers streams responses unless told
+        if isinstance(answer, StreamingResponse) and asked is not AskedResponse:
+            answer.body_iterator = _ended(answer.body_iterator)
+        return answer
 
-    handler.handle_request = checked
+    @functools.wraps(build)
+    def built(body: dict[str, Any], *given: Any, **named: Any) -> Any:
+        config = build(body, *given, **named)
+        config.do_sample = is_drawn(body) or config.do_sample  # else transformers passes over the temperature
+        return config
+
+    handler.handle_request, handler._build_generation_config = checked, built
     return handler
+
+
+async def _ended(events: Any) -> AsyncGenerator[Any, None]:
+    """A stream's events, and the one by which programs know its end."""
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield event
+    yield "data: [DONE]\n\n"
 
 
 def _keep_to_context(model: Any, context: int | None) -> None:

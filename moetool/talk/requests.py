@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from moetool.errors import UsageError
 from moetool.measure.generation import check_unicode
@@ -20,6 +20,21 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[dict[str, object]] | None = None
 
+    @field_validator("content")
+    @classmethod
+    def _is_text(cls, content: str | list[dict[str, object]] | None) -> str | list[dict[str, object]] | None:
+        """Refuse pictures and sounds, which transformers' server would leave out without a word."""
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") != "text":
+                raise ValueError(f"a part of type {part.get('type')!r} cannot be read, only 'text'")
+        return content
+
+
+class AnswerFormat(BaseModel):
+    """Form of the answer: a grammar, such as one of JSON, is not enforced."""
+
+    type: Literal["text"]
+
 
 class AskedFor(BaseModel):
     """What requests of all routes can ask of generation; other fields are left to transformers."""
@@ -32,6 +47,15 @@ class AskedFor(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stop: str | list[str] | None = None
+    best_of: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    response_format: AnswerFormat | None = None
+
+
+def is_drawn(body: Mapping[str, object]) -> bool:
+    """Whether a checked body asks for tokens drawn at random: a temperature above 0, or else a `top_p` below 1."""
+    temperature, top_p = body.get("temperature"), body.get("top_p")
+    return bool(temperature) if temperature is not None else top_p is not None and top_p != 1
 
 
 class AskedCompletion(AskedFor):

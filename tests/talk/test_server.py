@@ -25,6 +25,8 @@ for library in ("fastapi", "uvicorn", "openai"):
 Ask = Callable[..., tuple[int, Any]]
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PROMPT = "one two"
+HELLO = [{"role": "user", "content": "hi"}]
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
 
 
 @contextmanager
@@ -71,6 +73,21 @@ def test_a_streamed_answer_is_the_whole_one(ask: Ask) -> None:
     _, events = ask("/v1/completions", prompt=PROMPT, max_tokens=5, temperature=0, stream=True)
     pieces = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: {")]
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["choices"][0]["text"]
+    assert events.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("drawing", [{"temperature": 5.0}, {"top_p": 0.9}])
+def test_tokens_are_drawn_where_the_request_says_so(ask: Ask, drawing: dict[str, float]) -> None:
+    """Whether or not the model's generation_config.json has `do_sample`."""
+
+    def text(seed: int, **other: object) -> str:
+        return ask("/v1/completions", prompt=PROMPT, max_tokens=8, seed=seed, **{**drawing, **other})[1]["choices"][0][
+            "text"
+        ]
+
+    assert len({text(seed) for seed in range(4)}) > 1
+    assert text(0) == text(0)
+    assert text(0, temperature=0) == text(1, temperature=0)
 
 
 def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None:
@@ -84,7 +101,7 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
     [
         ("/v1/completions", {"prompt": "one two three " * 2000}, r"The prompt has \d+ tokens, and the model \d+ pos"),
         ("/v1/completions", {"prompt": ""}, "The prompt is empty"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "has no chat template"),
+        ("/v1/chat/completions", {"messages": HELLO}, "has no chat template"),
         ("/v1/chat/completions", {"messages": []}, "messages: .*at least 1"),
         ("/v1/chat/completions", {"model": None}, "messages: Field required"),
         ("/v1/chat/completions", {"messages": [{"content": "hi"}]}, r"messages\.0\.role: Field required"),
@@ -96,6 +113,13 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
         ("/v1/completions", {"prompt": PROMPT, "n": 3}, "n: "),
         ("/v1/completions", {"prompt": PROMPT, "logprobs": 0}, "logprobs: this server does not return it"),
         ("/v1/completions", {"prompt": PROMPT, "echo": True}, "echo: this server does not return it"),
+        ("/v1/completions", {"prompt": PROMPT, "presence_penalty": 0.5}, "presence_penalty: .*0"),
+        ("/v1/chat/completions", {"messages": PICTURE}, "messages.0.content: .*'image_url' cannot be read"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "response_format": {"type": "json_object"}},
+            "response_format.type: .*text",
+        ),
         ("/v1/completions", {"prompt": "half of a pair: \ud83d"}, "not UTF-8"),
     ],
 )
@@ -140,6 +164,8 @@ def test_a_chat_by_the_models_template(tiny_mixtral: Path, tmp_path: Path) -> No
         )
         own = generate(str(model), PROMPT, GenerationOptions(max_new_tokens=5))
         assert (status, answer["choices"][0]["message"]["content"]) == (200, own.text)
+        status, answer = asking("/v1/responses", input=PROMPT, max_output_tokens=5, temperature=0)
+        assert (status, answer["output"][0]["content"][0]["text"]) == (200, own.text)  # whole: no stream was asked for
         status, answer = asking("/v1/chat/completions", messages=[{"role": "assistant", "content": PROMPT}])
         assert (status, answer["error"]["message"][:30]) == (400, "Conversation roles must altern")
 
