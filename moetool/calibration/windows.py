@@ -16,7 +16,7 @@ from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
 from moetool.calibration.mixing import MixedSources, TextCounts, shared_out, taking_turns
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.calibration.readable import BundledWindows, readable_text
-from moetool.checkpoint.names import CONFIG, check_has_tokenizer
+from moetool.checkpoint.names import CONFIG, TOKENIZER, check_has_tokenizer
 from moetool.checkpoint.reader import read_config
 from moetool.checkpoint.settings import settings_of
 from moetool.checkpoint.source import first_line, local_path, looks_local
@@ -319,7 +319,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # each tokenizer class fails in its own way on files that it cannot use
         if (directory / CONFIG).is_file():  # which some read, too
             settings_of(read_config(directory)[1], directory)
-        raise InvalidInputError(f"Cannot load the tokenizer of {path}: {first_line(error)}.") from error
+        raise InvalidInputError(
+            f"Cannot load the tokenizer of {path}: {first_line(error)}.{_advice(directory)}"
+        ) from error
+
+
+def _advice(directory: Path) -> str:
+    """What to do about a tokenizer that transformers cannot make of the files in a directory."""
+    if not directory.is_dir() or (directory / TOKENIZER).is_file():
+        return ""
+    return f" A {TOKENIZER} in {directory} would do: copy that of the original model there."
 
 
 def _chunks(text: Iterable[str], chunk_chars: int) -> Iterator[str]:

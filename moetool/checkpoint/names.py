@@ -18,7 +18,7 @@ BASES = "base-[0-9]*.safetensors"  # of layers, that fisher-merge writes
 ADAPTER = "adapter_config.json"  # of peft
 WORK_DIRECTORY = ".moetool"  # of a run that is not finished
 
-_TOKENIZER = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 _PIECES_READ_BY = ("sentencepiece", "protobuf")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WEIGHTS = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite")
@@ -39,13 +39,13 @@ def check_has_tokenizer(directory: Path) -> None:
     are here that transformers reads these with."""
     if not has_vocabulary(directory):
         raise InvalidInputError(f"No tokenizer in {directory}: copy tokenizer.json and tokenizer_config.json there.")
-    if (directory / _TOKENIZER).exists():
+    if (directory / TOKENIZER).exists():
         return
     lacking = [package for package in _PIECES_READ_BY if not any(distributions(name=package))]
     if lacking and (pieces := next(filter(_has_pieces, sorted(directory.glob("*.model"))), None)):
         raise InvalidInputError(
-            f"The tokenizer of {directory} is one of SentencePiece ({pieces.name}), without {_TOKENIZER}. transformers "
-            f"reads it with more libraries: pip install {' '.join(lacking)}. Or copy {_TOKENIZER} there."
+            f"The tokenizer of {directory} is one of SentencePiece ({pieces.name}), without {TOKENIZER}. transformers "
+            f"reads it with more libraries: pip install {' '.join(lacking)}. Or copy {TOKENIZER} there."
         )
 
 

@@ -141,6 +141,8 @@ def _download(name: str, files: list[str]) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of a library's error message, without its full stop; the class's name if there is no message."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    """First line of a library's error message, without its full stop, or all of them where it only announces the others
+    (`… one of:`); the class's name if there is no message."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    told = " ".join(lines) if lines and lines[0].endswith(":") else next(iter(lines), "")
+    return told.rstrip(".") or type(error).__name__

@@ -528,3 +528,14 @@ def test_load_tokenizer(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
         load_tokenizer(tmp_path / "empty")
     with pytest.raises(InvalidInputError, match="No such directory"):
         load_tokenizer("./nowhere")
+    older = tmp_path / "older"
+    older.mkdir()
+    write(older / "config.json", '{"model_type": "mixtral"}')
+    write(older / "tokenizer_config.json", '{"tokenizer_class": "GPT2Tokenizer"}')
+    write(older / "vocab.json", "{}")
+    write(older / "merges.txt", "")
+    with pytest.raises(InvalidInputError) as refused:
+        load_tokenizer(older)
+    told = str(refused.value)
+    assert "one of: (1) a `tokenizers` library serialization file" in told  # the reason's later lines, too
+    assert told.endswith(f"A tokenizer.json in {older} would do: copy that of the original model there.")
