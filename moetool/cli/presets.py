@@ -76,20 +76,39 @@ def preset_options(preset: str | None, command: str, method: str | None) -> dict
     return {name.replace("-", "_"): value for name, value in chosen.items()}
 
 
-def explaining_paths(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command with an option `preset`: where it fails over a file that the preset names and that is not there,
-    the error says from where a preset's paths are taken, and which file beside the preset may be meant."""
+def explaining(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command with an option `preset`: an error over a value of the preset says that it is the preset's. Of a
+    file that is not there it says from where a preset's paths are taken, and which file beside it may be meant."""
 
     @wraps(command)
     def wrapper(*, preset: str | None = None, **arguments: object) -> None:
         try:
             command(preset=preset, **arguments)
         except (UsageError, InvalidInputError) as error:
-            if preset is None or not (note := _about_paths(preset, str(error))):
+            note = (
+                ""
+                if preset is None
+                else _about_paths(preset, str(error)) or _about_option(preset, str(error), arguments)
+            )
+            if not note:
                 raise
             raise type(error)(f"{error} {note}") from error
 
     return wrapper
+
+
+def _about_option(preset: str, said: str, typed: dict[str, object]) -> str:
+    """What to add to an error that begins with an option of a preset which was not typed; nothing to any other."""
+    _, variant, content = _load(preset)
+    if not isinstance(content, dict):
+        return ""
+    variants = content.get("variants")
+    for options in (content.get("options"), variants.get(variant) if isinstance(variants, dict) else None):
+        for name in options if _is_options(options) else ():
+            option = f"--{name.replace('_', '-')}"
+            if said.startswith(f"{option} ") and typed.get(name.replace("-", "_")) is None:
+                return f"It is of the preset {preset}: type {option} to replace it."
+    return ""
 
 
 def _about_paths(preset: str, said: str) -> str:

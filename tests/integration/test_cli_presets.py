@@ -93,6 +93,31 @@ def test_paths_are_taken_from_where_one_types(run_cli, tiny_mixtral, calibration
     assert "A preset's" not in run_cli("compress", "no/such/model", *words[2:]).stderr
 
 
+def test_a_value_of_the_preset_that_does_not_fit_is_told_to_be_the_presets(run_cli, tiny_mixtral, tmp_path):
+    words = (
+        "compress",
+        tiny_mixtral,
+        tmp_path / "out",
+        "--preset",
+        "hybrid-75",
+        "--calibration",
+        "bundled",
+        "--dry-run",
+    )
+    result, said = run_cli(*words), "of the preset hybrid-75: type --sequence-length to replace it."
+    assert result.code == 2
+    assert f"context of 128 tokens. It is {said}" in result.stderr
+    typed = run_cli(*words, "--sequence-length", 4096)
+    assert typed.code == 2
+    assert "preset" not in typed.stderr
+
+
+def test_a_file_of_shared_experts_gives_them_without_a_variant_too():
+    [file] = [file for file in files() if file.stem == "upcycle_shared"]
+    assert preset_options(str(file), "upcycle", "vanilla") == preset_options("upcycle-shared", "upcycle", "vanilla")
+    assert preset_options(str(file), "upcycle", "vanilla")["shared"] == "half"
+
+
 def test_a_preset_that_is_not_there(run_cli, tiny_mixtral, tmp_path):
     near, far = (run_cli("compress", tiny_mixtral, tmp_path / "out", "--preset", name) for name in ("hybrid-4", "xyz"))
     assert (near.code, far.code) == (2, 2)

@@ -20,7 +20,7 @@ from moetool.cli.display import Display, print_json
 from moetool.cli.events import LOG_HELP, EventLog, logged, started
 from moetool.cli.generate import build_options, make_command
 from moetool.cli.jobs import print_plan, print_result
-from moetool.cli.presets import explaining_paths, preset_options
+from moetool.cli.presets import explaining, preset_options
 from moetool.errors import UsageError
 from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
@@ -128,7 +128,7 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
 
     form = own if methods else ""
     summary = summary_of(name, words, own, stage.summary) if methods else None
-    run = explaining_paths(command)
+    run = explaining(command)
     return make_command(name, run, stage.options_type, *more, form=form, summary=summary)
 
 
