@@ -15,13 +15,19 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(value: object) -> object:
-    """`"8GiB"` → 8589934592; anything but a string passes through."""
+    """`"8GiB"` → 8589934592; anything but a string passes through.
+
+    Raises:
+        ValueError: it is no size, or below 1000 without a unit, by which nobody means bytes.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ValueError(f"'{value}' is not a size; write it like 8GiB or 500MB")
+    if not match[2] and 0 < Decimal(match[1]) < 1000:
+        raise ValueError(f"'{value}' has no unit; write {match[1]}GB, {match[1]}MB or {match[1]}B")
     return int(Decimal(match[1]) * units[match[2].lower()])
 
 

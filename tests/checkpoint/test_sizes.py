@@ -44,6 +44,12 @@ def test_what_is_not_a_size(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["24", "1.5", " 999 "])
+def test_a_size_that_lacks_its_unit(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"has no unit; write {text.strip()}GB, "):
+        parse_bytes(text)
+
+
 @pytest.mark.parametrize("value", [8, None, 2.5])
 def test_only_strings_are_parsed(value: Any) -> None:
     assert parse_bytes(value) is value

@@ -108,7 +108,7 @@ def test_the_smallest_size_that_an_error_tells_is_possible(run_cli, tiny_mixtral
     job = ("compress", tiny_mixtral, tmp_path / "out", "--method", method, *calibration, "--dry-run")
     if method == "gguf":
         job = ("export", tiny_mixtral, tmp_path / "out", "--format", method, *calibration, "--dry-run")
-    for option, impossible, pattern in (("--size", 1, SMALLEST), ("--ratio", 0.999, LARGEST)):
+    for option, impossible, pattern in (("--size", "1B", SMALLEST), ("--ratio", 0.999, LARGEST)):
         if option == "--ratio" and method == "gguf":
             continue
         told = run_cli(*job, option, impossible).stderr

@@ -135,7 +135,7 @@ def test_shards_hold_what_one_file_holds(run_cli, compress, calibration, tiny_mi
     many = chain(
         run_cli,
         tmp_path,
-        ("compress", tiny_mixtral, "many", "--method", "d2moe", *calibration, "--rank", 4, "--shard-size", 1),
+        ("compress", tiny_mixtral, "many", "--method", "d2moe", *calibration, "--rank", 4, "--shard-size", "1B"),
     )
     files = sorted(many.glob("*.safetensors"))
     assert len(files) == 4, "everything outside the layers, and one per layer: a layer is not cut"
