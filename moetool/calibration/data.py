@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
+_PACKED = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip"})
 TEXT_COLUMNS = ("text", "content")  # that hold a whole text, the first that is there
 BUNDLED = "bundled"  # the text that comes with moetool, where nothing of that name is on the disk
 SELF = "self"  # text that the model itself writes, likewise
@@ -254,7 +255,10 @@ def _separated(texts: Iterable[Iterable[str]]) -> Iterator[str]:
 
 def _file_text(file: Path, column: str | None) -> Iterator[str]:
     if file.suffix not in TEXT_SUFFIXES:
-        raise InvalidInputError(f"Cannot tell what {file} is: its name should end in {', '.join(TEXT_SUFFIXES)}.")
+        instead = "Unpack it." if file.suffix in _PACKED else f"If it is plain text, give a copy named {file.stem}.txt."
+        raise InvalidInputError(
+            f"Cannot tell what {file} is: its name should end in {', '.join(TEXT_SUFFIXES)}. {instead}"
+        )
     if file.suffix != ".txt":
         yield from _separated([text] for text in _documents(DataSpec(str(file), column=column)))
         return

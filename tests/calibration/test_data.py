@@ -222,7 +222,8 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("missing.txt", "No such file or folder: missing.txt"),
         ("./owner/name", "No such file or folder"),
         ("/a/b", "No such file or folder"),
-        ("{tmp}/x.csv", r"should end in \.txt, \.jsonl, \.parquet"),
+        ("{tmp}/x.csv", r"should end in \.txt, \.jsonl, \.parquet\. If it is plain text, give a copy named x\.txt\."),
+        ("{tmp}/x.jsonl.gz", r"should end in \.txt, \.jsonl, \.parquet\. Unpack it\."),
         ("{tmp}/none", r"none has no \.txt, \.jsonl, \.parquet files"),
         ("{tmp}/latin.txt", "latin.txt is not UTF-8"),
         ("{tmp}/broken.jsonl", "broken.jsonl, line 3 cannot be read as JSON: Expecting ',' delimiter"),
@@ -241,6 +242,7 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_unreadable(tmp_path: Path, name: str, message: str) -> None:
     write(tmp_path / "x.csv", "a,b")
+    write(tmp_path / "x.jsonl.gz", "packed")
     write(tmp_path / "none" / "README.md", "")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
