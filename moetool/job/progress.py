@@ -42,9 +42,10 @@ def phase(progress: Progress, name: str, total: int = 0, unit: str = "") -> Iter
         progress: what it is reported to.
         name: of the phase.
         total: its steps; 0 if their number is not known.
-        unit: what is counted, in the plural (layers, windows, files).
+        unit: what is counted, in the plural (layers, windows, files); without a comma, since it is told in a list.
     """
     assert unit or not total, f"{name}: {total} of what?"
+    assert "," not in unit, unit
     progress.start(name, total, unit)
     try:
         yield

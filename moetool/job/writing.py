@@ -35,7 +35,7 @@ from moetool.format.marker import BESIDE, moetool_entry
 from moetool.job.card import SOURCE_CARD, chosen_options, keep_source_card, model_card
 from moetool.job.including import included_tensors
 from moetool.job.job import Input, Job, Source, SourceT
-from moetool.job.progress import BATCHES, phase
+from moetool.job.progress import phase
 from moetool.job.proof import prove
 from moetool.job.records import keep_metrics, write_statistics
 from moetool.job.result import CalibrationFacts, Printed
@@ -179,7 +179,7 @@ def write_checkpoint(
     passed = {shard: len(plan.layers(shard)) for shard in sizes}
     proofs = int(job.options.proof and job.ranks.is_first)
     steps = sum(len(shard) for shard in plan.shards) + (0 if making is None else making.steps) + proofs
-    unit = "layers" if making is None else f"{BATCHES}, and layers" if together else "layers encoded or written"
+    unit = "layers" if making is None else "batches and layers" if together else "layers encoded or written"
     with phase(job.progress, WRITE if making is None else ENCODE, steps, unit):
         for shard in job.share("write", sizes, passed, together=together):
             if making is not None:

@@ -17,7 +17,7 @@ from moetool.costs.phases import FORWARD
 from moetool.errors import InvalidInputError
 from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import DenseSource, Job
-from moetool.job.progress import BATCHES, phase
+from moetool.job.progress import phase
 from moetool.job.result import CalibrationFacts
 from moetool.moefy.clusters import LayerPlan, order_by_activations, order_by_weights
 from moetool.moefy.selector import needed_tokens
@@ -97,7 +97,7 @@ class NeuronMeasuring:
         passing = self._calibrated.forward_pass(self._forward, due)
         groups = [layers[first : first + job.ranks.size] for first in range(0, len(layers), job.ranks.size)]
         batches = (layers[-1] + 2) * self._calibrated.sweep.batch_count  # none beyond the last layer that is split
-        with phase(job.progress, FORWARD, batches + len(layers), f"{BATCHES}, and layers"):
+        with phase(job.progress, FORWARD, batches + len(layers), "batches and layers"):
             for group in groups:
                 passing.through(group[-1])
                 for index in job.share(_SETTLED, dict.fromkeys(group, 1.0), dict.fromkeys(group, 1)):

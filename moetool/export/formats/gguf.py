@@ -54,7 +54,7 @@ from moetool.job.calibrated import CalibratedJob
 from moetool.job.job import Input, Job, pick_compute_dtype, pick_device
 from moetool.job.options import RunOptions, TextOptions, context_length
 from moetool.job.plan import Plan, text_cost
-from moetool.job.progress import BATCHES, phase
+from moetool.job.progress import phase
 from moetool.job.result import Details, Sizes
 from moetool.job.stage import Stage
 from moetool.job.writing import record_origin
@@ -321,7 +321,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
 
         steps, unit = len(self._tensors), "tensors"
         if coded is not None:
-            steps, unit = steps + coded.steps, f"{BATCHES}, and tensors"
+            steps, unit = steps + coded.steps, "batches and tensors"
         with phase(job.progress, WRITE, steps, unit):
             if job.unit("write", len(self._tensors)):
                 done = takewhile(job.workspace.is_done, (f"write/{number}" for number in range(len(units))))
