@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import RunCli
@@ -32,6 +33,18 @@ def test_each_line_is_answered_in_one_conversation(
     assert result.stdout.startswith(alone.stdout)
     assert result.stdout.endswith(alone.stdout)
     assert len(result.stdout) > 2 * len(alone.stdout)
+
+
+def test_a_command_that_there_is_not_is_no_message_in_a_terminal(
+    run_cli: RunCli, tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["/help", "/quit", "one two", "/exit"])
+    monkeypatch.setattr("moetool.cli.commands.chat.standard_input", lambda: SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    result = run_cli("chat", tiny_mixtral, *SHORT)
+    assert result.code == 0, result.stderr
+    assert result.stderr.count("/reset begins a new conversation, /exit ends") == 3  # at the beginning, and for each
+    assert "1 answer, " in result.stderr
 
 
 @pytest.mark.parametrize("model", ["compressed", "dense"])

@@ -1,6 +1,7 @@
 """Command line of `moetool chat`: a conversation with a model in the terminal."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from moetool.talk.gguf import GgufTalker
 from moetool.talk.options import ChatOptions, check_options, gguf_file
 
 _EXIT, _RESET = "/exit", "/reset"
+_COMMANDS = f"{_RESET} begins a new conversation, {_EXIT} ends; Ctrl-C breaks an answer off."
 
 
 @builder(ChatOptions)
@@ -30,13 +32,15 @@ def build(
     conversation, lines = Conversation(talker, options.system), standard_input()
     is_terminal = lines.isatty()
     if is_terminal:
-        display.log(f"{_RESET} begins a new conversation, {_EXIT} ends; Ctrl-C breaks an answer off.")
+        display.log(_COMMANDS)
     answers: list[Answer] = []
     for text in _typed() if is_terminal else map(str.strip, lines):
         if text == _EXIT:
             break
         if text == _RESET:
             conversation.reset()
+        elif is_terminal and re.fullmatch(r"/[a-z?]*", text):
+            display.log(_COMMANDS)
         elif text:
             try:
                 answers.append(conversation.say(text, write_out))
