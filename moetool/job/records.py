@@ -11,6 +11,7 @@ from moetool.calibration.output_gradients import metric_path, moment_shape
 from moetool.checkpoint.files import copy_file, save_tensors
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.manifest import manifest_of
+from moetool.checkpoint.names import TOKENIZER
 from moetool.checkpoint.source import first_line
 from moetool.checkpoint.writer import is_finite
 from moetool.errors import InvalidInputError
@@ -18,7 +19,6 @@ from moetool.job.job import Input, Source
 
 RECORDS = Path("moetool")  # the directory beside the weights where no loader looks
 STATISTICS = RECORDS / "statistics.safetensors"
-TOKENIZER = "tokenizer.json"
 
 
 def write_statistics(directory: Path, statistics: Mapping[int, LayerStatistics]) -> list[Path]:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from moetool.checkpoint.names import TOKENIZER
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError
 from moetool.job.job import Source
-from moetool.job.records import TOKENIZER, check_records
+from moetool.job.records import check_records
 
 
 @pytest.mark.parametrize(
