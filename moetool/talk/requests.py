@@ -11,7 +11,15 @@ from moetool.measure.generation import check_unicode
 
 NO_TEMPLATE = "This model has no chat template: send text to /v1/completions"
 EMPTY_PROMPT = "The prompt is empty, and the tokenizer begins texts with nothing."
+_TEXTS = ("text", "input_text", "output_text")  # types of a message's parts, in chats and in responses
 _UNANSWERED = ("logprobs", "echo")  # whose answer transformers' server would leave out without a word
+
+
+def _check_parts(content: object) -> None:
+    """Raise `ValueError` for pictures and sounds, which transformers' server would leave out without a word."""
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and (kind := part.get("type")) not in _TEXTS:
+            raise ValueError(f"a part of type {kind!r} cannot be read, only text")
 
 
 class ChatMessage(BaseModel):
@@ -23,10 +31,7 @@ class ChatMessage(BaseModel):
     @field_validator("content")
     @classmethod
     def _is_text(cls, content: str | list[dict[str, object]] | None) -> str | list[dict[str, object]] | None:
-        """Refuse pictures and sounds, which transformers' server would leave out without a word."""
-        for part in content if isinstance(content, list) else ():
-            if part.get("type") != "text":
-                raise ValueError(f"a part of type {part.get('type')!r} cannot be read, only 'text'")
+        _check_parts(content)
         return content
 
 
@@ -77,6 +82,13 @@ class AskedResponse(AskedFor):
     input: str | list[dict[str, object]]
     max_output_tokens: int | None = Field(None, ge=1)
 
+    @field_validator("input")
+    @classmethod
+    def _is_text(cls, turns: str | list[dict[str, object]]) -> str | list[dict[str, object]]:
+        for turn in turns if isinstance(turns, list) else ():
+            _check_parts(turn.get("content"))
+        return turns
+
 
 def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
     """Check a body.
@@ -94,4 +106,4 @@ def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{field}: {first['msg']}.") from error
+        raise UsageError(f"{field}: {first['msg'].removeprefix('Value error, ')}.") from error
