@@ -1,6 +1,7 @@
 """Options of `moetool tune` that do not go together, or ask for what is not there."""
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,10 @@ def check_options(options: TuneOptions) -> None:
     if options.freeze_shared and options.train == "all":
         raise UsageError("--freeze-shared leaves the base alone, --train all does not: give one of them.")
     _check_task_experts(options)
-    if options.lora_rank is None and options.lora_alpha is not None:
-        raise UsageError("--lora-alpha is for --lora-rank: give both or neither.")
+    if options.rank is None and options.lora_alpha is not None:
+        raise UsageError("--lora-alpha is for --lora-rank and --train lora: give one of these, too.")
+    if options.train == "lora" and (tool := sharding()) is not None:
+        raise UsageError(f"--train lora has not been tried with {tool}: leave one of them out.")
     if options.teacher is None and options.teacher_share is not None:
         raise UsageError("--teacher-share is for --teacher: give both or neither.")
     if options.teacher is not None and (tool := sharding()) is not None:
@@ -55,9 +58,21 @@ def check_balance_bias(options: TuneOptions, checkpoint: Checkpoint) -> None:
         raise UsageError(f"--balance-bias has not been tried with {tool}: leave one of them out.")
 
 
-def most_trained(options: TuneOptions, checkpoint: Checkpoint) -> int:
-    """How many numbers the options train of a model, low-rank factors among them; of `--train task-experts`, whose
-    choice the examples make, the most.
+class Trained(NamedTuple):
+    """What options train of a model.
+
+    Attributes:
+        numbers: how many, those of low-rank factors among them; with `--train task-experts`, whose choice the examples
+            make, at most.
+        adapted: how many numbers the largest layer's experts have to which factors are added.
+    """
+
+    numbers: int
+    adapted: int
+
+
+def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Trained:
+    """Find what the options train of a model.
 
     Raises:
         UsageError: the model has nothing of what they ask for.
@@ -69,10 +84,11 @@ def most_trained(options: TuneOptions, checkpoint: Checkpoint) -> int:
     model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
     if options.train == "task-experts":
         layers = routed_experts(model)
-        return sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters())
-    adapted = choose_for(model, options)
-    sides = sum(sum(model.get_submodule(name).get_parameter("weight").shape) for name in adapted)
-    return trained_parameters(model) + (options.lora_rank or 0) * sides
+        return Trained(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()), 0)
+    frozen, numbers = choose_for(model, options), trained_parameters(model)
+    if options.rank is None:
+        return Trained(numbers, 0)
+    return Trained(numbers + frozen.numbers(model, options.rank), frozen.largest(model))
 
 
 def _check_task_experts(options: TuneOptions) -> None:

@@ -11,13 +11,13 @@ from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
-from moetool.tune.lora import frozen_linears
+from moetool.tune.lora import Adapted, experts_in_full, frozen_linears
 from moetool.tune.options import TuneOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Train = Literal["auto", "all", "experts", "none"]
+Train = Literal["auto", "all", "experts", "lora", "none"]
 
 
 def is_efficient(model: nn.Module) -> bool:
@@ -34,7 +34,7 @@ def has_experts(model: nn.Module) -> bool:
     return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
 
 
-def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
+def choose_for(model: "PreTrainedModel", options: TuneOptions) -> Adapted:
     """Let what the options of `tune` train require gradients, `--train task-experts` left out, and nothing else.
 
     Args:
@@ -42,27 +42,28 @@ def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
         options: of the command.
 
     Returns:
-        Names of the linear layers that stay as they are, to be adapted or to be held quantized.
+        What else stays as it is, to be adapted or to be held quantized: linear layers, and with `--train lora` experts.
 
     Raises:
         UsageError: the model has nothing of the kind.
     """
     train: Train = "auto" if options.train == "task-experts" else options.train
-    if options.lora_rank is not None and interpolation_of(model) is not None:
-        raise UsageError("--lora-rank: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
+    asked = "--train lora" if train == "lora" else "--lora-rank"
+    if options.rank is not None and interpolation_of(model) is not None:
+        raise UsageError(f"{asked}: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
     coded = sum(1 for _ in quantized_modules(model))
-    if options.lora_rank is not None and coded:
+    if options.rank is not None and coded:
         raise UsageError(
-            f"--lora-rank: {coded} linear layers and embeddings of this model are stored as codes, which factors "
+            f"{asked}: {coded} linear layers and embeddings of this model are stored as codes, which factors "
             "cannot be merged into. Train experts and routers (--train experts), or what export --format "
             "dense-experts writes of it."
         )
-    if (options.lora_rank is not None or options.quantize_base != "none") and train == "auto":
-        train = "none" if options.lora_rank is not None and not has_experts(model) else "experts"
+    if (options.rank is not None or options.quantize_base != "none") and train == "auto":
+        train = "none" if options.rank is not None and not has_experts(model) else "experts"
     choose(model, train, freeze_shared=options.freeze_shared)
-    frozen = frozen_linears(model)
-    if options.lora_rank is not None and not frozen:
-        raise UsageError("--lora-rank: no linear layer is left that is not trained itself.")
+    frozen = Adapted(frozen_linears(model), experts_in_full(model) if train == "lora" else ())
+    if options.rank is not None and not frozen:
+        raise UsageError(f"{asked}: no linear layer is left that is not trained itself.")
     return frozen
 
 
@@ -77,10 +78,10 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
         raise UsageError("--freeze-shared: this model's experts are no deltas to a base.")
     if train == "all" and interpolation_of(model) is not None:
         raise UsageError("--train all: interpolated experts (SIMoE) are deltas to a model that stays as it is.")
-    if train == "none":
+    if train == "none" or (train == "lora" and not has_experts(model)):
         model.requires_grad_(False)
-    elif train == "experts" or (train == "auto" and is_efficient(model)):
-        _experts_only(model)
+    elif train in ("experts", "lora") or (train == "auto" and is_efficient(model)):
+        _experts_only(model, in_full=train != "lora")
     if freeze_shared:
         for parameter in (own for module in stored for own in module.base_parameters()):
             parameter.requires_grad_(False)
@@ -95,14 +96,15 @@ def trained_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _experts_only(model: nn.Module) -> None:
+def _experts_only(model: nn.Module, *, in_full: bool) -> None:
+    """Let routers and experts require gradients, those that are stored `in_full` or not."""
     if not has_experts(model):
         raise UsageError("--train experts: this model has none. Upcycle it first.")
     routers = Routers(model).modules
     custom = [module for module in model.modules() if isinstance(module, CustomLayer)]
     model.requires_grad_(False)
     for name, module in model.named_modules():
-        if module in routers or name.endswith(".experts"):
+        if module in routers or isinstance(module, SharedBaseExperts) or (in_full and name.endswith(".experts")):
             module.requires_grad_(True)
     for module in custom:
         for parameter in module.expert_parameters():

@@ -10,6 +10,9 @@ from moetool.job.options import Listed, Options, RunOptions
 
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 LORA_ALPHA = 16.0
+LORA_RANK = 16
+LEARNING_RATE = 2e-5
+LORA_LEARNING_RATE = 2e-4
 TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
@@ -19,10 +22,10 @@ class TrainedOptions(Options):
 
     group: ClassVar[str] = "What is trained"
 
-    train: Literal["auto", "all", "experts", "task-experts"] = Field(
+    train: Literal["auto", "all", "experts", "task-experts", "lora"] = Field(
         "auto",
         description="What changes: everything, or experts and routers (auto: these where they are few parameters), or "
-        "only the experts that the examples use most (ESFT).",
+        "only the experts that the examples use most (ESFT), or low-rank factors of all matrices (LoRA) and routers.",
     )
     task_share: float | None = Field(
         None,
@@ -34,14 +37,19 @@ class TrainedOptions(Options):
     freeze_shared: bool = Field(False, description="Of experts that are deltas to a base, leave the base alone.")
     lora_rank: int | None = Field(
         None, ge=1, description="Train LoRA factors of this rank on the linear layers that --train leaves frozen, and "
-        "merge them at the end."
+        f"merge them at the end [default: none; {LORA_RANK} with --train lora]."
     )  # fmt: skip
     lora_alpha: float | None = Field(
-        None, gt=0, description=f"With --lora-rank: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
+        None, gt=0, description=f"With LoRA: the factors count alpha / rank times [default: {LORA_ALPHA:g}]."
     )
     quantize_base: Literal["none", "nf4", "int8"] = Field(
         "none", description="While others are trained, hold frozen linear layers quantized (QLoRA, by bitsandbytes)."
     )
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of low-rank factors: what was given, or the default; `None` where there are none."""
+        return LORA_RANK if self.lora_rank is None and self.train == "lora" else self.lora_rank
 
 
 class BalanceOptions(Options):
@@ -134,10 +142,21 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
     steps: int | None = Field(None, ge=1, description="Optimizer steps.")
     batch_size: int = Field(8, ge=1, description="Rows per step and device.")
     accumulation: int = Field(1, ge=1, description="Batches per optimizer step.")
-    learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule.")
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description=f"Peak of the schedule [default: {LEARNING_RATE:g}; {LORA_LEARNING_RATE:g} with --train lora].",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
     bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
+
+    @property
+    def peak_rate(self) -> float:
+        """Peak of the learning rate's schedule: what was given, or the default."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return LORA_LEARNING_RATE if self.train == "lora" else LEARNING_RATE

@@ -1,14 +1,13 @@
 """Instruction-tuning of an MoE model, or of any causal language model."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
@@ -20,7 +19,6 @@ from moetool.checkpoint.files import patch_config
 from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
-from moetool.checkpoint.writer import TensorSpec
 from moetool.costs.calibration_cost import baseline
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
@@ -32,12 +30,10 @@ from moetool.job.options import RunOptions
 from moetool.job.plan import Plan
 from moetool.job.processes import processes, sharding
 from moetool.job.result import Details, Sizes
-from moetool.job.shards import by_layer
 from moetool.job.stage import Effect, Stage, found_here
-from moetool.job.writing import passed_on, write_checkpoint
-from moetool.runtime.building import check_sizes, in_whole
+from moetool.runtime.building import check_sizes, in_whole, recomputes
 from moetool.runtime.loading import loading_memory
-from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, most_trained
+from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, trained_by
 from moetool.tune.costs import training_phases
 from moetool.tune.options import LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
@@ -100,12 +96,14 @@ class Tune(Stage[TuneOptions, AnySource]):
         check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.settings
-        trained = most_trained(options, checkpoint)
+        trained, adapted = trained_by(options, checkpoint)
         tokens = options.batch_size * options.sequence_length
         logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
         layers = whole_number(config, "num_hidden_layers") or 1
         width = whole_number(config, "hidden_size") or 0
-        kept = 2 * layers + 60 if options.gradient_checkpointing else 40 * layers
+        again = options.gradient_checkpointing or (adapted > 0 and recomputes(checkpoint))
+        kept = 2 * layers + 60 if again else 40 * layers
+        sums = 4 * 3 * adapted * (1 if again else layers)  # of experts and their factors, and gradients of these
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
@@ -118,7 +116,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             steps,
             trained,
             bf16=options.bf16,
-            again=options.gradient_checkpointing,
+            again=again,
             chooses=options.train == "task-experts",
             teacher=self._teacher,
         )
@@ -129,7 +127,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
             memory_bytes=baseline()
             + (4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples)
-            + taught,
+            + (sums + taught),
             phases=phases,
             advice="The model is trained whole, in float32. A smaller --batch-size (with --accumulation), shorter rows "
             "(--sequence-length) and --gradient-checkpointing need less.",
@@ -196,6 +194,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.masks import all_closed
         from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import mask_rates, train
+        from moetool.tune.writing import write_trained
 
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
@@ -226,7 +225,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             self._prepare(job, model, examples.items)
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
-        self._write(job, model)
+        source = self.source.checkpoint
+        write_trained(job, model, source, self._finish(model), self.source.dtype, self.options.shard_size)
         return TuningResult(
             examples=len(examples.items),
             truncated=examples.truncated,
@@ -277,9 +277,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             return train_task_experts(job, model, examples, options.task_share or TASK_SHARE)
         frozen = choose_for(model, options)
         if options.quantize_base != "none":
-            quantize_linears(model, frozen, options.quantize_base, job.device)
-        if options.lora_rank is not None:
-            add_lora(model, frozen, options.lora_rank, options.lora_alpha or LORA_ALPHA, options.seed)
+            quantize_linears(model, frozen.linears, options.quantize_base, job.device)
+        if options.rank is not None:
+            add_lora(model, frozen, options.rank, options.lora_alpha or LORA_ALPHA, options.seed)
         return trained_parameters(model)
 
     def _finish(self, model: "PreTrainedModel") -> dict[str, object]:
@@ -289,7 +289,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.lora import merge_lora
 
         source = self.source.checkpoint
-        if self.options.lora_rank is not None or self.options.quantize_base != "none":
+        if self.options.rank is not None or self.options.quantize_base != "none":
             merge_lora(model, source)
         config = patch_config(source.config)
         interpolation = interpolation_of(model)
@@ -302,35 +302,6 @@ class Tune(Stage[TuneOptions, AnySource]):
             settled = spec.settled({name: site.delta.shape[1] for name, site in sites(model).items()})
             config = patch_config(config, {"quantization_config": custom_entry(settled)})
         return config
-
-    def _write(self, job: Job[AnySource], model: "PreTrainedModel") -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        from moetool.runtime.loading import beside_modules, surplus
-
-        source, config = self.source.checkpoint, self._finish(model)
-        state = model.to("cpu").state_dict()
-        for tied in getattr(model, "all_tied_weights_keys", None) or {}:
-            if tied not in source.tensors:
-                state.pop(tied, None)
-        tensors: dict[str, Tensor] = dict(revert_weight_conversion(model, state))
-        specs = []
-        # What transformers has no place for, such as a layer that predicts further tokens, stays as it is.
-        unused = source.tensors.keys() - tensors.keys()
-        for name in unused - {*surplus([*unused], source.settings)} | beside_modules(unused, model):
-            specs.append(TensorSpec(name, source.tensors[name].dtype, source.tensors[name].shape))
-        for name, tensor in tensors.items():
-            stored = self.source.dtype if tensor.is_floating_point() else tensor.dtype
-            dtype = source.tensors[name].dtype if name in source.tensors else stored
-            specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
-        plan = by_layer(sorted(specs, key=lambda spec: spec.name), self.options.shard_size)
-
-        def made(unit: int) -> Iterator[tuple[str, Tensor]]:
-            for spec in plan.unit(unit):
-                tensor = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
-                yield spec.name, tensor.to(spec.dtype)
-
-        write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))
 
     def verify(self, output: Path) -> Sizes:
         made, source = Checkpoint.open(output), self.source.checkpoint

@@ -26,6 +26,7 @@ from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
 from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
+from moetool.tune.lora import adapts_experts
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.results import Training
@@ -69,7 +70,7 @@ def train(
     rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
     batches = math.ceil(len(rows) / (options.batch_size * processes()))
     steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
-    if options.gradient_checkpointing:
+    if options.gradient_checkpointing or (adapts_experts(model) and model.supports_gradient_checkpointing):
         recompute_activations(model)
     constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
     job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come
@@ -155,7 +156,7 @@ def _optimizers(
     if _constraint(model, options, steps) is None:
         return None, None
     groups = parameter_groups(model, mask_rates(options, steps)[0], options.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.999), eps=1e-8)
     scheduler = get_scheduler(options.schedule, optimizer, _warmup_steps(options, steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0
     return optimizer, scheduler
@@ -175,7 +176,7 @@ def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, e
         gradient_accumulation_steps=options.accumulation,
         num_train_epochs=options.epochs,
         max_steps=options.steps or -1,
-        learning_rate=options.learning_rate,
+        learning_rate=options.peak_rate,
         lr_scheduler_type=options.schedule,
         warmup_steps=_warmup_steps(options, steps),
         weight_decay=options.weight_decay,

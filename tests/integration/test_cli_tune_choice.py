@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moetool.checkpoint.reader import Checkpoint
-from moetool.tune.checks import most_trained
+from moetool.tune.checks import trained_by
 from moetool.tune.options import TuneOptions
 
 
@@ -47,5 +47,5 @@ def test_the_plan_counts_what_is_trained(
     text.write_text(tiny_text.read_text()[:2000])
     result = run_cli("tune", source, tmp_path / "out", "--data", text, *few, *typed, "--json")
     assert result.code == 0, result.stderr
-    counted = most_trained(TuneOptions(data=str(text), **options), Checkpoint.open(source))
-    assert counted == result.json["trained_parameters"]
+    counted = trained_by(TuneOptions(data=str(text), **options), Checkpoint.open(source))
+    assert counted.numbers == result.json["trained_parameters"]

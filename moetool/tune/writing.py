@@ -1,0 +1,84 @@
+"""Writing a model that was trained in memory, in which it stays while one layer after the other is written."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moetool.architectures.layers import decoder_layer
+from moetool.checkpoint.reader import Checkpoint
+from moetool.checkpoint.writer import TensorSpec
+from moetool.job.job import Job
+from moetool.job.shards import by_layer
+from moetool.job.writing import passed_on, write_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class HeldTensors:
+    """A model's tensors as its files name and lay them out, made of those in memory one layer at a time.
+
+    Attributes:
+        kinds: dtype in memory and shape of each, by name in the files.
+    """
+
+    def __init__(self, model: "PreTrainedModel", left_out: frozenset[str]) -> None:
+        """Of a model on the processor, without the tensors of some names in memory."""
+        self._model = model
+        self._layers: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in model.state_dict().items():
+            if name not in left_out:
+                self._layers.setdefault(decoder_layer(name), {})[name] = tensor
+        self._layer_of: dict[str, str] = {}
+        self.kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for layer, held in self._layers.items():
+            for name, tensor in self._as_stored({own: tensor.to("meta") for own, tensor in held.items()}).items():
+                self._layer_of[name] = layer
+                self.kinds[name] = tensor.dtype, tuple(tensor.shape)
+
+    def _as_stored(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, dict(held)))
+
+    def made(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """At least those of some names in the files that are the model's."""
+        found = dict[str, Tensor]()
+        for layer in sorted({self._layer_of[name] for name in names if name in self._layer_of}):
+            found |= self._as_stored(self._layers[layer])
+        return found
+
+
+def write_trained(
+    job: Job[Any],
+    model: "PreTrainedModel",
+    source: Checkpoint,
+    config: Mapping[str, object],
+    dtype: torch.dtype,
+    shard_size: int,
+) -> None:
+    """Write a model, with the dtypes of its source: what that does not have gets `dtype`."""
+    from moetool.runtime.loading import beside_modules, surplus
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    held = HeldTensors(model.to("cpu"), frozenset(name for name in tied if name not in source.tensors))
+    specs = []
+    # What transformers has no place for, such as a layer that predicts further tokens, stays as it is.
+    unused = source.tensors.keys() - held.kinds.keys()
+    for name in unused - {*surplus([*unused], source.settings)} | beside_modules(unused, model):
+        specs.append(TensorSpec(name, source.tensors[name].dtype, source.tensors[name].shape))
+    for name, (own, shape) in held.kinds.items():
+        stored = dtype if own.is_floating_point else own
+        specs.append(TensorSpec(name, source.tensors[name].dtype if name in source.tensors else stored, shape))
+    plan = by_layer(sorted(specs, key=lambda spec: spec.name), shard_size)
+
+    def made(unit: int) -> Iterator[tuple[str, Tensor]]:
+        specs = plan.unit(unit)
+        tensors = held.made(frozenset(spec.name for spec in specs))
+        for spec in specs:
+            tensor = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
+            yield spec.name, tensor.to(spec.dtype)
+
+    write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))

@@ -1,0 +1,128 @@
+"""`moetool tune --train lora`: low-rank factors of attention and experts, merged at the end; routers in full."""
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from checkpoints import contents, tensors_of
+from sampling import sampled
+
+SHORT = ("--sequence-length", 32, "--batch-size", 4, "--learning-rate", 1e-2, "--steps", 3)
+LORA = ("--train", "lora", "--lora-rank", 2)
+
+
+@pytest.fixture(scope="module")
+def short_text(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_text(tiny_text.read_text()[:6000])
+    return path
+
+
+def test_every_matrix_changes_by_few_directions(
+    run_cli: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path
+) -> None:
+    """Of attention and of each expert for itself; routers change as they like, norms and embeddings not at all."""
+    result = run_cli("tune", tiny_mixtral, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA, "--json")
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(tiny_mixtral), tensors_of(tmp_path / "tuned")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    routers = {name for name in before if name.endswith("gate.weight")}
+    matrices = {name for name in before if ".experts." in name or ".self_attn." in name}
+    assert changed == routers | matrices
+    for name in matrices:
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
+    own = sum(before[name].numel() for name in routers)
+    sides = sum(sum(before[name].shape) for name in matrices)
+    shared = sum(before[name].shape[1] for name in matrices if name.endswith("w1.weight"))  # gate and up are one
+    assert result.json["trained_parameters"] == own + 2 * (sides - shared)
+
+
+@pytest.mark.parametrize(
+    "family", sampled(("qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3", "longcat_flash"), ("deepseek_v3",))
+)
+def test_other_families(run_cli: Any, save_model: Any, short_text: Path, family: str, tmp_path: Path) -> None:
+    source = save_model(families.build(family), tmp_path / "model")
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any("experts" in name or "input_linear" in name for name in changed)
+    assert any("attn" in name or "attention" in name for name in changed)
+    assert not [name for name in changed if "norm" in name or "embed" in name or "lm_head" in name]
+
+
+def test_a_rank_beside_experts_that_are_trained_in_full(
+    run_cli: Any, save_model: Any, short_text: Path, tmp_path: Path
+) -> None:
+    """`--lora-rank` alone adapts shared experts, too, and adds nothing to the experts."""
+    source = save_model(families.build("deepseek_v3"), tmp_path / "model")
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, "--lora-rank", 2, "--json")
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    shared = [name for name in before if ".shared_experts." in name]
+    assert shared
+    assert changed >= set(shared)
+    for name in shared:
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
+    full = sum(before[name].numel() for name in before if ".mlp.experts." in name or name.endswith("gate.weight"))
+    linears = {name for name in before if ("attn" in name or ".mlp." in name) and before[name].dim() == 2}
+    linears -= {name for name in before if ".mlp.experts." in name or name.endswith("gate.weight")}
+    assert result.json["trained_parameters"] == full + 2 * sum(sum(before[name].shape) for name in linears)
+
+
+def test_experts_that_are_deltas_are_trained_themselves(
+    run_cli: Any, dense: Any, upcycle: Any, short_text: Path, tmp_path: Path
+) -> None:
+    source = upcycle(dense("llama"), "--method", "ders-lowrank").path
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".experts." in name for name in changed)
+    for name in (name for name in changed if ".self_attn." in name):
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
+
+
+def test_a_dense_model_gets_factors_alone(run_cli: Any, dense: Any, short_text: Path, tmp_path: Path) -> None:
+    """As with `--lora-rank` alone: the same bytes."""
+    found = []
+    for number, options in enumerate((LORA, ("--lora-rank", 2))):
+        output = tmp_path / str(number)
+        result = run_cli("tune", dense("llama"), output, "--data", short_text, *SHORT, *options)
+        assert result.code == 0, result.stderr
+        found.append(contents(output)["model.safetensors"])
+    assert found[0] == found[1]
+
+
+def test_the_default_rate_is_ten_times_that_of_numbers(
+    run_cli: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path
+) -> None:
+    for options, rate in (((), 2e-5), (("--train", "lora"), 2e-4)):
+        few = ("--sequence-length", 32, "--steps", 1, "--log-every", 1, "--schedule", "constant", "--warmup", 0)
+        output = tmp_path / f"{rate}"
+        result = run_cli("tune", tiny_mixtral, output, "--data", short_text, *few, *options, "--json")
+        assert result.code == 0, result.stderr
+        assert result.json["curve"][0]["learning_rate"] == pytest.approx(rate)
+
+
+def test_killed_and_resumed_it_is_the_same(crash: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path) -> None:
+    arguments = ("tune", tiny_mixtral, "--data", short_text, *SHORT, *LORA, "--save-every", 1)
+    crash.whole(tmp_path / "undisturbed", arguments)
+    crash.goes_on(tmp_path / "killed", arguments, 20, tmp_path / "undisturbed")
+
+
+def test_it_takes_less_memory_than_training_all(
+    run_cli: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path
+) -> None:
+    found = []
+    for train in ("all", "lora"):
+        result = run_cli(
+            "tune", tiny_mixtral, tmp_path / "out", "--data", short_text, "--train", train, "--dry-run", "--json"
+        )
+        assert result.code == 0, result.stderr
+        found.append(result.json["peak_memory_bytes"])
+    assert found[1] < found[0]
