@@ -167,7 +167,7 @@ def merge_lora(model: nn.Module, source: Checkpoint) -> None:
         base = module.get_base_layer()
         exact = _exact_weight(name, base, source)
         delta = module.get_delta_weight("default")
-        _set_linear(model, name, exact + delta.to(exact), base.bias)
+        _set_linear(model, name, exact.float() + delta.to(exact.device, torch.float32), base.bias)
     for name, module in [*model.named_modules()]:
         if type(module).__module__.startswith("bitsandbytes"):
             _set_linear(model, name, _exact_weight(name, module, source), getattr(module, "bias", None))

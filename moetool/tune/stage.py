@@ -97,13 +97,14 @@ class Tune(Stage[TuneOptions, AnySource]):
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.settings
         trained, adapted = trained_by(options, checkpoint)
+        held = self._held_dtype.itemsize
         tokens = options.batch_size * options.sequence_length
         logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
         layers = whole_number(config, "num_hidden_layers") or 1
         width = whole_number(config, "hidden_size") or 0
         again = options.gradient_checkpointing or (adapted > 0 and recomputes(checkpoint))
         kept = 2 * layers + 60 if again else 40 * layers
-        sums = 4 * 3 * adapted * (1 if again else layers)  # of experts and their factors, and gradients of these
+        sums = held * 3 * adapted * (1 if again else layers)  # of experts and their factors, and gradients of these
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
@@ -126,7 +127,7 @@ class Tune(Stage[TuneOptions, AnySource]):
             output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
             scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
             memory_bytes=baseline()
-            + (4 * numbers + 12 * trained + logits + 4 * tokens * width * kept + examples)
+            + (held * numbers + (16 - held) * trained + logits + 4 * tokens * width * kept + examples)
             + (sums + taught),
             phases=phases,
             advice="The model is trained whole, in float32. A smaller --batch-size (with --accumulation), shorter rows "
@@ -185,6 +186,13 @@ class Tune(Stage[TuneOptions, AnySource]):
             return None
         return self.options.model_copy(update={"bf16": True})
 
+    @property
+    def _held_dtype(self) -> torch.dtype:
+        """The dtype in which weights are held that are not trained: with `--train lora --bf16` that of a model in
+        bf16, which loses nothing."""
+        keeps = self.options.bf16 and self.options.train == "lora" and self.source.dtype == torch.bfloat16
+        return torch.bfloat16 if keeps else torch.float32
+
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_tokenizer(self.source.checkpoint.path)
@@ -198,7 +206,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
         examples, held_out = self._examples(job)
         with described_in(self.source.checkpoint.path):
-            model = load_model(self.source.checkpoint, torch.float32)
+            model = load_model(self.source.checkpoint, self._held_dtype)
         trained = self._prepare(job, model, examples.items)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             job.finish("data", told={"examples": examples.digest(), "processes": processes()})
@@ -280,6 +288,9 @@ class Tune(Stage[TuneOptions, AnySource]):
             quantize_linears(model, frozen.linears, options.quantize_base, job.device)
         if options.rank is not None:
             add_lora(model, frozen, options.rank, options.lora_alpha or LORA_ALPHA, options.seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
         return trained_parameters(model)
 
     def _finish(self, model: "PreTrainedModel") -> dict[str, object]:

@@ -298,7 +298,8 @@ def keeps_apart(model: PreTrainedModel) -> bool:
     seen = []
     for first in (torch.arange(7, 13) % vocabulary, torch.arange(40, 46) % vocabulary):
         row = torch.cat([first, second])[None].to(model.device)
-        logits = model(input_ids=row, position_ids=positions.to(model.device), use_cache=False).logits
+        with torch.autocast(model.device.type, model.dtype, enabled=model.dtype is not torch.float32):
+            logits = model(input_ids=row, position_ids=positions.to(model.device), use_cache=False).logits
         seen.append(logits[0, 6:].float())
     model.train()
     return bool((seen[0] - seen[1]).norm() < 1e-3 * seen[0].norm())

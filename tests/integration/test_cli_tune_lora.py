@@ -109,6 +109,44 @@ def test_the_default_rate_is_ten_times_that_of_numbers(
         assert result.json["curve"][0]["learning_rate"] == pytest.approx(rate)
 
 
+def test_a_model_in_bf16_is_held_so(run_cli: Any, tiny_mixtral_bf16: Path, short_text: Path, tmp_path: Path) -> None:
+    """With --bf16: in half of the memory, to about the same loss; what is not trained stays to the bit."""
+    found, planned = [], []
+    for more in ((), ("--bf16",)):
+        arguments = (
+            "tune",
+            tiny_mixtral_bf16,
+            tmp_path / f"out{len(more)}",
+            "--data",
+            short_text,
+            "--eval-data",
+            short_text,
+        )
+        plan = run_cli(*arguments, *SHORT, *LORA, *more, "--dry-run", "--json")
+        result = run_cli(*arguments, *SHORT, *LORA, *more, "--json")
+        assert result.code == 0, result.stderr
+        found.append(result.json["eval_loss"])
+        planned.append(plan.json["peak_memory_bytes"])
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+    assert planned[1] < planned[0]
+    before, after = tensors_of(tiny_mixtral_bf16), tensors_of(tmp_path / "out1")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".experts." in name for name in changed)
+    assert any("gate" in name for name in changed)
+    assert not [name for name in changed if "norm" in name or "embed" in name or "lm_head" in name]
+
+
+@pytest.mark.parametrize("family", sampled(("gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next"), ("deepseek_v3",)))
+def test_other_families_in_bf16(run_cli: Any, save_model: Any, short_text: Path, family: str, tmp_path: Path) -> None:
+    source = save_model(families.build(family, dtype=torch.bfloat16), tmp_path / "model")
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA, "--bf16")
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    experts = [name for name in before if "experts" in name or "input_linear" in name]
+    assert any(not before[name].equal(after[name]) for name in experts)
+    assert all(after[name].dtype == before[name].dtype for name in before)
+
+
 def test_killed_and_resumed_it_is_the_same(crash: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path) -> None:
     arguments = ("tune", tiny_mixtral, "--data", short_text, *SHORT, *LORA, "--save-every", 1)
     crash.whole(tmp_path / "undisturbed", arguments)
