@@ -58,7 +58,7 @@ def check_balance_bias(options: TuneOptions, checkpoint: Checkpoint) -> None:
         raise UsageError(f"--balance-bias has not been tried with {tool}: leave one of them out.")
 
 
-class Trained(NamedTuple):
+class Learning(NamedTuple):
     """What options train of a model.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trained(NamedTuple):
     adapted: int
 
 
-def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Trained:
+def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Learning:
     """Find what the options train of a model.
 
     Raises:
@@ -84,11 +84,11 @@ def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Trained:
     model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
     if options.train == "task-experts":
         layers = routed_experts(model)
-        return Trained(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()), 0)
+        return Learning(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()), 0)
     frozen, numbers = choose_for(model, options), trained_parameters(model)
     if options.rank is None:
-        return Trained(numbers, 0)
-    return Trained(numbers + frozen.numbers(model, options.rank), frozen.largest(model))
+        return Learning(numbers, 0)
+    return Learning(numbers + frozen.numbers(model, options.rank), frozen.largest(model))
 
 
 def _check_task_experts(options: TuneOptions) -> None:

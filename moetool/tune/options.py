@@ -11,8 +11,8 @@ from moetool.job.options import Listed, Options, RunOptions
 TASK_SHARE = 0.2  # the paper's threshold for ESFT-Token
 LORA_ALPHA = 16.0
 LORA_RANK = 16
-LEARNING_RATE = 2e-5
-LORA_LEARNING_RATE = 2e-4
+TUNE_RATE = 2e-5
+LORA_RATE = 2e-4
 TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
@@ -145,7 +145,7 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
     learning_rate: float | None = Field(
         None,
         gt=0,
-        description=f"Peak of the schedule [default: {LEARNING_RATE:g}; {LORA_LEARNING_RATE:g} with --train lora].",
+        description=f"Peak of the schedule [default: {TUNE_RATE:g}; {LORA_RATE:g} with --train lora].",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
@@ -159,4 +159,4 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
         """Peak of the learning rate's schedule: what was given, or the default."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return LORA_LEARNING_RATE if self.train == "lora" else LEARNING_RATE
+        return LORA_RATE if self.train == "lora" else TUNE_RATE
