@@ -23,7 +23,13 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
 @pytest.mark.parametrize(
     ("method", "options"),
     sampled(
-        [("vanilla", ("--teacher",)), ("ders-lowrank", ()), ("simoe", ()), ("vanilla", ("--lora-rank", 2))],
+        [
+            ("vanilla", ("--teacher",)),
+            ("ders-lowrank", ()),
+            ("simoe", ()),
+            ("vanilla", ("--lora-rank", 2)),
+            ("vanilla", ("--train", "lora")),
+        ],
         [("vanilla", ("--teacher",))],
     ),
 )
