@@ -39,8 +39,8 @@ from moetool.runtime.loading import loading_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moetool.repair.masters import Blocks
     from moetool.repair.trainee import Trainee
+    from moetool.training.masters import Blocks
 
 _ROUTER = "ffn_gate_inp.weight"
 
@@ -104,10 +104,10 @@ class GgufStudent(Student):
         return replace(found, loaded=found.loaded + ends * changes)
 
     def trainee(self, job: Job[Any], *, streams: bool) -> "Trainee":
-        from moetool.repair.masters import block_factors, copies
         from moetool.repair.trainee import Trainee
         from moetool.repair.training import choose
-        from moetool.repair.weights import open_weights
+        from moetool.training.masters import block_factors, copies
+        from moetool.training.weights import open_weights
 
         source, directory = self.source.model, self._directory(job)
         shutil.rmtree(directory, ignore_errors=True)
@@ -133,8 +133,8 @@ class GgufStudent(Student):
     def _blocks(self, model: "PreTrainedModel") -> "Iterator[Blocks]":
         """Iterate over the model's matrices that the file can hold in block types, with the block size of each in
         numbers, `None` where it has another type there."""
-        from moetool.repair.masters import Blocks
         from moetool.runtime.modules.insertion import fused_experts, paths_in
+        from moetool.training.masters import Blocks
 
         source, moe = self.source.model, self.source.model.moe
         places = paths_in(model, self._paths)

@@ -9,8 +9,8 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.stored.matrix import GroupScales
 from moetool.job.job import Source
 from moetool.numerics.multiples import factors_between
-from moetool.repair.masters import BlockFactors, Blocks, block_factors
 from moetool.runtime.modules.insertion import fused_experts, paths_in
+from moetool.training.masters import BlockFactors, Blocks, block_factors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

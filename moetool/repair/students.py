@@ -33,9 +33,9 @@ from moetool.repair.teaching import TaughtByDense, TaughtByMoE, Teaching
 from moetool.runtime.building import recomputes
 
 if TYPE_CHECKING:
-    from moetool.repair.masters import Master
     from moetool.repair.trainee import Trainee
-    from moetool.repair.weights import ModelWeights
+    from moetool.training.masters import Master
+    from moetool.training.weights import ModelWeights
 
 _LOGITS = 5  # copies of a batch's logits while their loss and its gradient are computed
 
@@ -173,7 +173,7 @@ class CheckpointStudent(Student):
         """What is known of the family."""
 
     def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
-        from moetool.repair.weights import open_weights
+        from moetool.training.weights import open_weights
 
         return open_weights(self.checkpoint, self.architecture, self._layer_paths, job.device, streams=streams)
 
@@ -182,8 +182,8 @@ class CheckpointStudent(Student):
         return [self.architecture.layer_path(layer) for layer in range(self.architecture.layers)]
 
     def _masters(self, weights: "ModelWeights") -> "dict[str, Master]":
-        from moetool.repair.masters import copies
         from moetool.repair.training import choose, low_rank
+        from moetool.training.masters import copies
 
         found = copies(weights.keep(choose(weights.model, self.trains)), self._dtype)
         if self.trains == "lora":
@@ -280,7 +280,7 @@ class MoEStudent(CheckpointStudent):
         return sum(info.nbytes for info in infos if not info.dtype.is_floating_point)
 
     def _weights(self, job: Job[Any], *, streams: bool) -> "ModelWeights":
-        from moetool.repair.weights import open_held
+        from moetool.training.weights import open_held
 
         if not streams or not self._has_own_forms:
             return super()._weights(job, streams=streams)

@@ -24,18 +24,18 @@ from moetool.job.progress import Progress, phase
 from moetool.measure.results import KL_ROUNDING, NAT_UNIT, shown_kl
 from moetool.numerics.seeding import generator
 from moetool.repair.costs import REPAIR, has_low_rank
-from moetool.repair.masters import LowRankUpdate
 from moetool.repair.options import RANK, RepairOptions, Trained
 from moetool.repair.routing import routing_divergence
 from moetool.repair.teacher import NotedFile
 from moetool.repair.texts import Texts
 from moetool.repair.trainee import Trainee
-from moetool.repair.weights import ModelWeights
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
+from moetool.training.masters import LowRankUpdate
+from moetool.training.weights import ModelWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,7 +259,7 @@ def low_rank(
             for inside, weight in weights.layer(index).named_parameters():
                 name = f"{path}.{inside}"
                 if name not in others and weight.is_floating_point() and _has_rank(name, weight):
-                    found[name] = LowRankUpdate(weight, RANK, stored, generator(seed, "low rank", name))
+                    found[name] = LowRankUpdate.of(weight, RANK, stored, generator(seed, "low rank", name))
     return found
 
 

@@ -1,15 +1,17 @@
 """Options of `moetool tune` that do not go together, or ask for what is not there."""
 
+from collections import Counter
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 
+from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import UsageError
 from moetool.job.processes import sharding
 from moetool.runtime.building import empty_model, recomputes
 from moetool.runtime.modules.routers import is_choice_bias
+from moetool.tune.costs import Learning
 from moetool.tune.options import TuneOptions
 
 
@@ -23,6 +25,8 @@ def check_options(options: TuneOptions) -> None:
         raise UsageError("--lora-alpha is for --lora-rank and --train lora: give one of these, too.")
     if options.train == "lora" and (tool := sharding()) is not None:
         raise UsageError(f"--train lora has not been tried with {tool}: leave one of them out.")
+    if options.train == "lora" and options.quantize_base != "none":
+        raise UsageError("--train lora holds weights as they are, or reads them: leave out --quantize-base.")
     if options.teacher is None and options.teacher_share is not None:
         raise UsageError("--teacher-share is for --teacher: give both or neither.")
     if options.teacher is not None and (tool := sharding()) is not None:
@@ -58,19 +62,6 @@ def check_balance_bias(options: TuneOptions, checkpoint: Checkpoint) -> None:
         raise UsageError(f"--balance-bias has not been tried with {tool}: leave one of them out.")
 
 
-class Learning(NamedTuple):
-    """What options train of a model.
-
-    Attributes:
-        numbers: how many, those of low-rank factors among them; with `--train task-experts`, whose choice the examples
-            make, at most.
-        adapted: how many numbers the largest layer's experts have to which factors are added.
-    """
-
-    numbers: int
-    adapted: int
-
-
 def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Learning:
     """Find what the options train of a model.
 
@@ -79,16 +70,24 @@ def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Learning:
         InvalidInputError: transformers cannot build the model.
     """
     from moetool.tune.choice import choose_for, trained_parameters
+    from moetool.tune.low_rank import adapted, factor_numbers
     from moetool.tune.task_experts import routed_experts
 
     model = empty_model(checkpoint.config, checkpoint.path, torch.float32)
     if options.train == "task-experts":
         layers = routed_experts(model)
-        return Learning(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()), 0)
+        return Learning(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()))
     frozen, numbers = choose_for(model, options), trained_parameters(model)
     if options.rank is None:
-        return Learning(numbers, 0)
-    return Learning(numbers + frozen.numbers(model, options.rank), frozen.largest(model))
+        return Learning(numbers)
+    if options.train != "lora":
+        sides = sum(sum(model.get_submodule(name).get_parameter("weight").shape) for name in frozen)
+        return Learning(numbers + options.rank * sides)
+    changed = Counter[str]()
+    for name, shape in adapted(model, options.rank).items():
+        numbers += factor_numbers(shape, options.rank)
+        changed[decoder_layer(name)] += shape.numel()
+    return Learning(numbers, max(changed.values(), default=0))
 
 
 def _check_task_experts(options: TuneOptions) -> None:

@@ -11,7 +11,7 @@ from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
-from moetool.tune.lora import Adapted, experts_in_full, frozen_linears
+from moetool.tune.lora import frozen_linears
 from moetool.tune.options import TuneOptions
 
 if TYPE_CHECKING:
@@ -34,15 +34,16 @@ def has_experts(model: nn.Module) -> bool:
     return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
 
 
-def choose_for(model: "PreTrainedModel", options: TuneOptions) -> Adapted:
-    """Let what the options of `tune` train require gradients, `--train task-experts` left out, and nothing else.
+def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
+    """Let what the options of `tune` train require gradients, `--train task-experts` and low-rank updates of `--train
+    lora` left out, and nothing else.
 
     Args:
         model: it may be on the meta device.
         options: of the command.
 
     Returns:
-        What else stays as it is, to be adapted or to be held quantized: linear layers, and with `--train lora` experts.
+        Names of the linear layers that stay as they are, to be adapted or to be held quantized.
 
     Raises:
         UsageError: the model has nothing of the kind.
@@ -58,10 +59,10 @@ def choose_for(model: "PreTrainedModel", options: TuneOptions) -> Adapted:
             "cannot be merged into. Train experts and routers (--train experts), or what export --format "
             "dense-experts writes of it."
         )
-    if (options.rank is not None or options.quantize_base != "none") and train == "auto":
-        train = "none" if options.rank is not None and not has_experts(model) else "experts"
+    if (options.lora_rank is not None or options.quantize_base != "none") and train == "auto":
+        train = "none" if options.lora_rank is not None and not has_experts(model) else "experts"
     choose(model, train, freeze_shared=options.freeze_shared)
-    frozen = Adapted(frozen_linears(model), experts_in_full(model) if train == "lora" else ())
+    frozen = frozen_linears(model)
     if options.rank is not None and not frozen:
         raise UsageError(f"{asked}: no linear layer is left that is not trained itself.")
     return frozen

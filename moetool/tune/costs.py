@@ -1,6 +1,9 @@
 """Costs of training a model: steps of the optimizer, and writing the result."""
 
 import math
+from typing import NamedTuple
+
+import torch
 
 from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.checkpoint.reader import Checkpoint
@@ -8,11 +11,48 @@ from moetool.costs.building_blocks import writing
 from moetool.costs.coefficients import COEFFICIENTS
 from moetool.costs.phases import WRITE, Phase, Phases
 from moetool.numerics.work import Work
+from moetool.runtime.loading import loading_memory
 
 TRAIN = "Train"
 CHOOSE = "Choose experts"
 COUNTED_AT_ONCE = 4096  # tokens that choices of experts are counted on at once
+_MADE_BYTES = 12  # of a number that is changed while its layer runs: product, sum and gradient
 COUNTED = 32_768  # tokens of the examples on which choices of experts are counted
+
+
+class Learning(NamedTuple):
+    """What is trained of a model.
+
+    Attributes:
+        numbers: how many, those of low-rank factors among them; with `--train task-experts`, whose choice the examples
+            make, at most.
+        changed: with `--train lora`, how many numbers the matrices of the largest layer have that are changed.
+    """
+
+    numbers: int
+    changed: int = 0
+
+
+def weights_memory(
+    checkpoint: Checkpoint, learning: Learning, dtype: torch.dtype, layers: int, *, streams: bool
+) -> int:
+    """Bytes of a model's weights while it is trained.
+
+    Args:
+        checkpoint: of the model.
+        learning: what is trained of it, in fp32, with its gradient and two means of Adam.
+        dtype: of what is not.
+        layers: of how many what is made of their matrices is in memory at once.
+        streams: whether only one layer is in memory beside what is trained and what is in no layer.
+    """
+    numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    made = layers * _MADE_BYTES * learning.changed
+    if not learning.changed:
+        return dtype.itemsize * numbers + (16 - dtype.itemsize) * learning.numbers
+    if not streams:
+        return dtype.itemsize * numbers + 16 * learning.numbers + made
+    memory = loading_memory(checkpoint, dtype)
+    return memory.outside + 2 * memory.layer + 16 * learning.numbers + made
 
 
 def training_phases(
@@ -26,14 +66,20 @@ def training_phases(
     again: bool,
     chooses: bool,
     teacher: Checkpoint | None = None,
+    read: int = 0,
 ) -> Phases:
     """The phases of a training of so many tokens, in rows of a `length`, in so many steps, that moves `trained` numbers
     of a checkpoint; `again` if forwards are made twice for less memory, `chooses` if the experts that learn are chosen
-    before. A `teacher` sees all tokens, too."""
+    before. A `teacher` sees all tokens, too. Layers' weights are `read` so often."""
     made = COEFFICIENTS
     work = _training_work(checkpoint, tokens, length, steps, trained, 1 + made.backward + again, bf16=bf16)
     if teacher is not None:
         work += _training_work(teacher, tokens, length, steps, 0, 1, bf16=bf16)
+    if read:
+        layers = whole_number(checkpoint.settings, "num_hidden_layers") or 1
+        numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        each = Work(moved=made.load_bytes * numbers, calls=layers * made.load_calls[0], read=checkpoint.weight_bytes)
+        work += each * read
     choosing = _training_work(checkpoint, COUNTED, length, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),

@@ -2,9 +2,6 @@
 
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,119 +10,47 @@ from torch import nn
 from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.numerics.seeding import generator, linear_std, uniform
-from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.networks import SplitFFN
 from moetool.runtime.modules.quantized_in_model import is_quantized
 
 Quantization = Literal["none", "nf4", "int8"]
 
-
-@dataclass(frozen=True)
-class Adapted:
-    """What low-rank factors are added to.
-
-    Attributes:
-        linears: names of linear layers.
-        experts: names of tensors `[experts, …, …]`, each of which has as many pairs of factors.
-    """
-
-    linears: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.linears or self.experts)
-
-    def numbers(self, model: nn.Module, rank: int) -> int:
-        """How many numbers the factors of a rank are."""
-        linears = [model.get_parameter(f"{name}.weight").shape for name in self.linears]
-        experts = [model.get_parameter(name).shape for name in self.experts]
-        return rank * (sum(map(sum, linears)) + sum(count * (rows + columns) for count, rows, columns in experts))
-
-    def largest(self, model: nn.Module) -> int:
-        """How many numbers the largest layer's experts have to which factors are added."""
-        layers = Counter[str]()
-        for name in self.experts:
-            layers[name.rpartition(".")[0]] += model.get_parameter(name).numel()
-        return max(layers.values(), default=0)
+_OTHERWISE = ("Router", "GroupedLinear")  # linear layers that give something else than a product with their weight
+_WITHOUT_A_CALL = "dt_proj"  # Mamba's, of which the weight is used
 
 
-def frozen_linears(model: nn.Module) -> tuple[str, ...]:
+def frozen_linears(model: nn.Module) -> list[str]:
     """Names of the linear layers below decoder layers that nothing else trains."""
     split = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, SplitFFN))
-    return tuple(
+    return [
         name
-        for name, module in _in_layers(model)
-        if _is_linear(name, module) and not is_quantized(module) and not module.get_parameter("weight").requires_grad
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not is_quantized(module) and not module.weight.requires_grad
+        if any(part.isdigit() for part in name.split("."))
         if not name.startswith(split)  # whose neurons are computed a part at a time
-    )
+        if not (type(module).__name__.endswith(_OTHERWISE) or name.endswith(_WITHOUT_A_CALL))
+    ]
 
 
-def _is_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer that is called for its product. Routers return more than that; the matrices of
-    grouped layers, and those that make Mamba's time steps, are used without a call."""
-    other = type(module).__name__.endswith(("Router", "GroupedLinear")) or name.endswith("dt_proj")
-    return isinstance(module, nn.Linear) and not other
-
-
-def experts_in_full(model: nn.Module) -> tuple[str, ...]:
-    """Names of the tensors `[experts, …, …]` in which transformers has the experts of a layer."""
-    return tuple(
-        f"{name}.{own}"
-        for name, module in _in_layers(model)
-        if "experts" in name and not isinstance(module, (SharedBaseExperts, CustomLayer))
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 and parameter.is_floating_point() and not is_placeholder(parameter)
-    )
-
-
-def _in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if any(map(str.isdigit, name.split("."))))
-
-
-def add_lora(model: nn.Module, adapted: Adapted, rank: int, alpha: float, seed: int = 0) -> None:
-    """Add trainable factors of that rank, scaled by alpha / rank; their product is zero, and one of them is drawn as a
-    fresh `nn.Linear` is."""
+def add_lora(model: nn.Module, names: list[str], rank: int, alpha: float, seed: int = 0) -> None:
+    """Add trainable factors of that rank, scaled by alpha / rank, to the named linear layers; their product is zero,
+    and one of them is drawn as a fresh `nn.Linear` is."""
     from peft import LoraConfig, inject_adapter_in_model
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=[f"0.{name}" for name in adapted.linears],
-        target_parameters=[f"0.{name}" for name in adapted.experts],
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft about transformers
         # In a model that it knows, peft takes linear layers of shared experts for those of the experts.
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=[f"0.{name}" for name in names])
         inject_adapter_in_model(config, nn.ModuleList([model]))
-    for name, layer in _adapters(model):
-        first = layer.get_submodule("lora_A.default").get_parameter("weight")
+    for name in names:
+        first = model.get_submodule(name).get_submodule("lora_A.default").get_parameter("weight")
         first.data.copy_(uniform((*first.shape,), linear_std(first.shape[1]), generator(seed, "lora", name)))
     for parameter in trained:
         parameter.requires_grad_(True)  # peft freezes everything else
 
 
-def adapts_experts(model: nn.Module) -> bool:
-    """Whether factors are added to experts, whose sums are made anew whenever a layer runs."""
-    from peft.tuners.lora.layer import ParamWrapper
-
-    return any(isinstance(module, ParamWrapper) for module in model.modules())
-
-
-def _adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """peft's layers by the names of the linear layers and of the experts' tensors that they adapt."""
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.lora.layer import ParamWrapper
-
-    for name, module in [*model.named_modules()]:
-        if isinstance(module, ParamWrapper):  # around another one, where a module has several such tensors
-            yield f"{name.replace('.base_layer', '')}.{module.parameter_name}", module
-        elif isinstance(module, LoraLayer):
-            yield name, module
-
-
-def quantize_linears(model: nn.Module, names: Iterable[str], kind: Quantization, device: torch.device) -> None:
+def quantize_linears(model: nn.Module, names: list[str], kind: Quantization, device: torch.device) -> None:
     """Hold the named linear layers quantized while others are trained, by bitsandbytes. Raises `UsageError`."""
     try:
         import bitsandbytes as bnb
@@ -151,23 +76,19 @@ def quantize_linears(model: nn.Module, names: Iterable[str], kind: Quantization,
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, source: Checkpoint) -> None:
-    """Put ordinary layers back: the weights of the source, plus what their factors have learnt.
+    """Put ordinary linear layers back: the weights of the source, plus what their factors have learnt.
 
     Raises:
         InvalidInputError: a layer that was held quantized has another name in the checkpoint.
     """
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora import LoraLayer
 
-    for name, module in _adapters(model):
-        if isinstance(module, ParamWrapper):
-            module.merge()
-            experts = name.rpartition(".")[0]
-            model.set_submodule(experts, module.get_base_layer())
-            continue
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for name, module in layers.items():
         base = module.get_base_layer()
         exact = _exact_weight(name, base, source)
         delta = module.get_delta_weight("default")
-        _set_linear(model, name, exact.float() + delta.to(exact.device, torch.float32), base.bias)
+        _set_linear(model, name, exact + delta.to(exact), base.bias)
     for name, module in [*model.named_modules()]:
         if type(module).__module__.startswith("bitsandbytes"):
             _set_linear(model, name, _exact_weight(name, module, source), getattr(module, "bias", None))

@@ -27,20 +27,22 @@ from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Input, Job
 from moetool.job.options import RunOptions
-from moetool.job.plan import Plan
+from moetool.job.plan import Plan, usable_bytes
 from moetool.job.processes import processes, sharding
 from moetool.job.result import Details, Sizes
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.runtime.building import check_sizes, in_whole, recomputes
 from moetool.runtime.loading import loading_memory
 from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, trained_by
-from moetool.tune.costs import training_phases
+from moetool.tune.costs import Learning, training_phases, weights_memory
+from moetool.tune.low_rank import TOLD_OF_READING, streamed_as
 from moetool.tune.options import LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from moetool.training.changed import ChangedModel
     from moetool.tune.examples import Example, Examples
 
 
@@ -96,15 +98,13 @@ class Tune(Stage[TuneOptions, AnySource]):
         check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         options, config = self.options, checkpoint.settings
-        trained, adapted = trained_by(options, checkpoint)
-        held = self._held_dtype.itemsize
+        learning = self._learning
         tokens = options.batch_size * options.sequence_length
         logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
         layers = whole_number(config, "num_hidden_layers") or 1
         width = whole_number(config, "hidden_size") or 0
-        again = options.gradient_checkpointing or (adapted > 0 and recomputes(checkpoint))
+        again = options.gradient_checkpointing or (learning.changed > 0 and recomputes(checkpoint))
         kept = 2 * layers + 60 if again else 40 * layers
-        sums = held * 3 * adapted * (1 if again else layers)  # of experts and their factors, and gradients of these
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
@@ -115,24 +115,54 @@ class Tune(Stage[TuneOptions, AnySource]):
             steps * per_step,
             options.sequence_length,
             steps,
-            trained,
+            learning.numbers,
             bf16=options.bf16,
             again=again,
             chooses=options.train == "task-experts",
             teacher=self._teacher,
+            read=2 * steps * options.accumulation if self._streams else 0,
         )
+        told = {"weights": TOLD_OF_READING} if self._streams else {}
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
-            scratch_bytes=2 * (8 * trained + 4 * (numbers if sharding() else trained)),  # a checkpoint, and the next
+            scratch_bytes=2
+            * (8 * learning.numbers + 4 * (numbers if sharding() else learning.numbers)),  # a checkpoint, and the next
             memory_bytes=baseline()
-            + (held * numbers + (16 - held) * trained + logits + 4 * tokens * width * kept + examples)
-            + (sums + taught),
+            + self._weights_memory(streams=self._streams)
+            + (logits + 4 * tokens * width * kept + examples + taught),
             phases=phases,
-            advice="The model is trained whole, in float32. A smaller --batch-size (with --accumulation), shorter rows "
-            "(--sequence-length) and --gradient-checkpointing need less.",
-            details={"parameters": numbers, "tokens_per_step": per_step},
+            advice=self._advice,
+            details={"parameters": numbers, "tokens_per_step": per_step, **told},
+        )
+
+    @cached_property
+    def _learning(self) -> Learning:
+        return trained_by(self.options, self.source.checkpoint)
+
+    @cached_property
+    def _streams(self) -> bool:
+        """Whether the weights of a layer are read whenever it runs, since with all in memory `--train lora` would take
+        more than `--memory`."""
+        options, checkpoint = self.options, self.source.checkpoint
+        if options.train != "lora" or options.balance_bias is not None or processes() > 1:
+            return False
+        held = baseline() + self._weights_memory(streams=False)
+        return held > usable_bytes(options) and streamed_as(checkpoint) is not None
+
+    def _weights_memory(self, *, streams: bool) -> int:
+        checkpoint = self.source.checkpoint
+        layers = 1 if recomputes(checkpoint) else whole_number(checkpoint.settings, "num_hidden_layers") or 1
+        return weights_memory(checkpoint, self._learning, self._held_dtype, layers, streams=streams)
+
+    @property
+    def _advice(self) -> str:
+        smaller = "A smaller --batch-size (with --accumulation) and shorter rows (--sequence-length)"
+        if self.options.train == "lora":
+            return f"{smaller} need less, and with a model in bf16 --bf16."
+        return (
+            f"The model is trained whole, in float32. {smaller}, --gradient-checkpointing and --train lora need less."
         )
 
     @cached_property
@@ -202,11 +232,10 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.masks import all_closed
         from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import mask_rates, train
-        from moetool.tune.writing import write_trained
+        from moetool.tune.writing import write_changed, write_trained
 
         examples, held_out = self._examples(job)
-        with described_in(self.source.checkpoint.path):
-            model = load_model(self.source.checkpoint, self._held_dtype)
+        model, changed = self._open(job)
         trained = self._prepare(job, model, examples.items)
         if job.unit("data"):  # from here on there may be a checkpoint to go on with
             job.finish("data", told={"examples": examples.digest(), "processes": processes()})
@@ -233,8 +262,11 @@ class Tune(Stage[TuneOptions, AnySource]):
             self._prepare(job, model, examples.items)
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
             model.load_state_dict({name: weights[name].view(shapes[name]) for name in weights}, assign=True)
-        source = self.source.checkpoint
-        write_trained(job, model, source, self._finish(model), self.source.dtype, self.options.shard_size)
+        source, shard_size = self.source.checkpoint, self.options.shard_size
+        if changed is not None:
+            write_changed(job, changed, source, patch_config(source.config), shard_size)
+        else:
+            write_trained(job, model, source, self._finish(model), self.source.dtype, shard_size)
         return TuningResult(
             examples=len(examples.items),
             truncated=examples.truncated,
@@ -274,6 +306,18 @@ class Tune(Stage[TuneOptions, AnySource]):
             job.progress.log(f"{examples.silent} have nothing to learn and were left out.")
         return examples, held_out
 
+    def _open(self, job: Job[AnySource]) -> "tuple[PreTrainedModel, ChangedModel | None]":
+        """Load the model, or open it for low-rank updates."""
+        from moetool.runtime.loading import load_model
+        from moetool.tune.low_rank import open_changed
+
+        checkpoint = self.source.checkpoint
+        if self.options.train == "lora":
+            changed = open_changed(checkpoint, self.options, self._held_dtype, job.device, streams=self._streams)
+            return changed.model, changed
+        with described_in(checkpoint.path):
+            return load_model(checkpoint, torch.float32), None
+
     def _prepare(self, job: Job[AnySource], model: "PreTrainedModel", examples: "Sequence[Example]") -> int:
         """Let everything that is to be trained require gradients; returns how many numbers that is."""
         from moetool.tune.choice import choose_for, trained_parameters
@@ -283,14 +327,12 @@ class Tune(Stage[TuneOptions, AnySource]):
         options = self.options
         if options.train == "task-experts":
             return train_task_experts(job, model, examples, options.task_share or TASK_SHARE)
-        frozen = choose_for(model, options)
-        if options.quantize_base != "none":
-            quantize_linears(model, frozen.linears, options.quantize_base, job.device)
-        if options.rank is not None:
-            add_lora(model, frozen, options.rank, options.lora_alpha or LORA_ALPHA, options.seed)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        if options.train != "lora":
+            frozen = choose_for(model, options)
+            if options.quantize_base != "none":
+                quantize_linears(model, frozen, options.quantize_base, job.device)
+            if options.lora_rank is not None:
+                add_lora(model, frozen, options.lora_rank, options.lora_alpha or LORA_ALPHA, options.seed)
         return trained_parameters(model)
 
     def _finish(self, model: "PreTrainedModel") -> dict[str, object]:
@@ -300,7 +342,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.lora import merge_lora
 
         source = self.source.checkpoint
-        if self.options.rank is not None or self.options.quantize_base != "none":
+        if self.options.lora_rank is not None or self.options.quantize_base != "none":
             merge_lora(model, source)
         config = patch_config(source.config)
         interpolation = interpolation_of(model)

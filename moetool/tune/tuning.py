@@ -26,7 +26,6 @@ from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
 from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
-from moetool.tune.lora import adapts_experts
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.results import Training
@@ -70,7 +69,7 @@ def train(
     rows = pack(examples, options.sequence_length) if packs else [[example] for example in examples]
     batches = math.ceil(len(rows) / (options.batch_size * processes()))
     steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
-    if options.gradient_checkpointing or (adapts_experts(model) and model.supports_gradient_checkpointing):
+    if options.gradient_checkpointing and options.train != "lora":  # which does so by itself
         recompute_activations(model)
     constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
     job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come

@@ -16,6 +16,8 @@ from moetool.job.writing import passed_on, write_checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moetool.training.changed import ChangedModel
+
 
 class HeldTensors:
     """A model's tensors as its files name and lay them out, made of those in memory one layer at a time.
@@ -80,5 +82,24 @@ def write_trained(
         for spec in specs:
             tensor = tensors[spec.name] if spec.name in tensors else source.read(spec.name)
             yield spec.name, tensor.to(spec.dtype)
+
+    write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))
+
+
+def write_changed(
+    job: Job[Any], changed: "ChangedModel", source: Checkpoint, config: Mapping[str, object], shard_size: int
+) -> None:
+    """Write the source's tensors, those that are trained as they are now, one layer after the other."""
+    specs = [TensorSpec(name, info.dtype, info.shape) for name, info in sorted(source.tensors.items())]
+    plan = by_layer(specs, shard_size)
+    layer_of = {name: layer for layer in changed.layers for name in changed.stored_names(layer)}
+
+    def made(unit: int) -> Iterator[tuple[str, Tensor]]:
+        specs, tensors = plan.unit(unit), dict[str, Tensor]()
+        for layer in sorted({layer_of[spec.name] for spec in specs if spec.name in layer_of}):
+            tensors |= changed.on_disk(changed.trained(layer))
+        for spec in specs:
+            tensor = tensors.get(spec.name)
+            yield spec.name, (source.read(spec.name) if tensor is None else tensor).to(spec.dtype)
 
     write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))

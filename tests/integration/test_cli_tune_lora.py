@@ -9,6 +9,8 @@ import torch
 from checkpoints import contents, tensors_of
 from sampling import sampled
 
+from moetool.tune.trainer import MoETrainer
+
 SHORT = ("--sequence-length", 32, "--batch-size", 4, "--learning-rate", 1e-2, "--steps", 3)
 LORA = ("--train", "lora", "--lora-rank", 2)
 
@@ -88,13 +90,17 @@ def test_experts_that_are_deltas_are_trained_themselves(
 
 
 def test_a_dense_model_gets_factors_alone(run_cli: Any, dense: Any, short_text: Path, tmp_path: Path) -> None:
-    """As with `--lora-rank` alone: the same bytes."""
-    found = []
+    """As many as with `--lora-rank` alone, of the same matrices."""
+    found, source = [], dense("llama")
+    before = tensors_of(source)
     for number, options in enumerate((LORA, ("--lora-rank", 2))):
         output = tmp_path / str(number)
-        result = run_cli("tune", dense("llama"), output, "--data", short_text, *SHORT, *options)
+        result = run_cli("tune", source, output, "--data", short_text, *SHORT, *options, "--json")
         assert result.code == 0, result.stderr
-        found.append(contents(output)["model.safetensors"])
+        after = tensors_of(output)
+        changed = {name for name in before if not before[name].equal(after[name])}
+        assert changed == {name for name in before if name.endswith("_proj.weight")}
+        found.append(result.json["trained_parameters"])
     assert found[0] == found[1]
 
 
@@ -151,6 +157,82 @@ def test_killed_and_resumed_it_is_the_same(crash: Any, tiny_mixtral: Path, short
     arguments = ("tune", tiny_mixtral, "--data", short_text, *SHORT, *LORA, "--save-every", 1)
     crash.whole(tmp_path / "undisturbed", arguments)
     crash.goes_on(tmp_path / "killed", arguments, 20, tmp_path / "undisturbed")
+
+
+def test_larger_than_memory_it_reads_layer_by_layer(
+    run_cli: Any, tiny_mixtral: Path, short_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same bytes; `--memory` decides, and the plan says so."""
+    found, arguments = [], ("tune", tiny_mixtral, "--data", short_text, *SHORT, *LORA)
+    for streams in (False, True):
+        if streams:
+            monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+        output = tmp_path / str(streams)
+        plan = run_cli(*arguments[:2], output, *arguments[2:], "--dry-run", "--json").json
+        assert ("read layer by layer" in plan.get("weights", "")) is streams
+        result = run_cli(*arguments[:2], output, *arguments[2:], "--eval-data", short_text, "--json")
+        assert result.code == 0, result.stderr
+        found.append((contents(output)["model.safetensors"], result.json["eval_loss"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", sampled(("gpt_oss", "granitemoe", "deepseek_v3", "llama"), ("deepseek_v3",)))
+def test_other_families_are_read_in_bf16(
+    run_cli: Any,
+    save_model: Any,
+    dense: Any,
+    short_text: Path,
+    family: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+    source = (
+        dense("llama")
+        if family == "llama"
+        else save_model(families.build(family, dtype=torch.bfloat16), tmp_path / "model")
+    )
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA, "--bf16")
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    assert any(not before[name].equal(after[name]) for name in before)
+    assert all(after[name].dtype == before[name].dtype for name in before)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("done", [2, 3])
+def test_it_goes_on_after_an_error(
+    run_cli: Any,
+    tiny_mixtral: Path,
+    short_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: bool,
+    done: int,
+) -> None:
+    """In the middle of its steps, or after the last, to the same bytes."""
+    if streams:
+        monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+    arguments = ("--data", short_text, *SHORT, *LORA, "--save-every", 1)
+    assert run_cli("tune", tiny_mixtral, tmp_path / "whole", *arguments).code == 0
+    with monkeypatch.context() as broken:
+        if done == 3:
+            broken.setattr("moetool.tune.writing.write_changed", _fails)
+        else:
+            step = MoETrainer.training_step
+            broken.setattr(
+                MoETrainer,
+                "training_step",
+                lambda own, *given: _fails() if own.state.global_step == done else step(own, *given),
+            )
+        assert run_cli("tune", tiny_mixtral, tmp_path / "broken", *arguments).code != 0
+    result = run_cli("tune", tiny_mixtral, tmp_path / "broken", *arguments, "--resume")
+    assert result.code == 0, result.stderr
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def _fails(*_: object) -> None:
+    raise OSError("for the test")
 
 
 def test_it_takes_less_memory_than_training_all(

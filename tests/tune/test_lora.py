@@ -16,7 +16,7 @@ from moetool.checkpoint.reader import Checkpoint
 from moetool.errors import InvalidInputError, UsageError
 from moetool.runtime.modules.simoe import sites
 from moetool.tune.choice import choose
-from moetool.tune.lora import Adapted, Quantization, add_lora, frozen_linears, merge_lora, quantize_linears
+from moetool.tune.lora import Quantization, add_lora, frozen_linears, merge_lora, quantize_linears
 
 RANK, ALPHA = 2, 6.0
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128}  # rows of whole blocks
@@ -62,7 +62,7 @@ def test_factors_and_experts_are_trained_and_nothing_else(family: str, pesc: Mak
     names = frozen_linears(model)
     sizes = [sum(model.get_submodule(name).weight.shape) for name in names]
     before = logits(model)
-    add_lora(model, Adapted(names), RANK, ALPHA)
+    add_lora(model, names, RANK, ALPHA)
     assert logits(model).equal(before)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if ".lora_" not in name} == experts
@@ -80,7 +80,7 @@ def test_routers_heads_and_embeddings_get_no_factors(pesc: MakeModel) -> None:
 def test_merged_is_what_was_trained(family: str, pesc: MakeModel) -> None:
     model, path = pesc(family)
     keys = set(model.state_dict())
-    add_lora(model, Adapted(frozen_linears(model)), RANK, ALPHA)
+    add_lora(model, frozen_linears(model), RANK, ALPHA)
     untrained = logits(model)
     learn(model)
     expected = logits(model)
@@ -94,7 +94,7 @@ def test_merged_is_what_was_trained(family: str, pesc: MakeModel) -> None:
 def test_the_merged_weight_is_the_product_times_alpha_over_rank(pesc: MakeModel) -> None:
     model, path = pesc("llama")
     name = "model.layers.1.self_attn.q_proj"
-    add_lora(model, Adapted((name,)), RANK, ALPHA)
+    add_lora(model, [name], RANK, ALPHA)
     learn(model)
     layer = model.get_submodule(name)
     before = layer.get_base_layer().weight.detach().clone()
@@ -115,7 +115,7 @@ def test_a_base_in_few_bits_comes_back_exactly(family: str, kind: Quantization, 
     whole = logits(model)
     quantize_linears(model, names, kind, torch.device("cpu"))
     assert 1e-4 < relative_error(logits(model), whole) < 0.5
-    add_lora(model, Adapted(names[::2]), RANK, ALPHA)
+    add_lora(model, names[::2], RANK, ALPHA)
     learn(model)
     products = {name: model.get_submodule(name).get_delta_weight("default") for name in names[::2]}
     merge_lora(model, Checkpoint.open(path))
@@ -139,7 +139,7 @@ def test_gradients_flow_through_a_base_in_few_bits(kind: Quantization, pesc: Mak
         model, _ = pesc("llama", **BLOCKS)
         names = frozen_linears(model)
         quantize_linears(model, names, kind, torch.device("cpu"))
-        add_lora(model, Adapted(names), RANK, ALPHA)
+        add_lora(model, names, RANK, ALPHA)
         learn(model)
         if evaluated:
             logits(model)

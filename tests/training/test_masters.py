@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetool.repair.masters import BlockFactors, LowRankUpdate, NumbersMaster
+from moetool.training.masters import BlockFactors, LowRankUpdate, NumbersMaster
 
 
 @pytest.fixture
@@ -50,13 +50,13 @@ def test_what_is_added_is_of_low_rank_and_stored_as_the_matrix_is(
     shape: tuple[int, ...], stream: torch.Generator
 ) -> None:
     weight = (0.02 * torch.randn(shape, generator=stream)).bfloat16().float()
-    master = LowRankUpdate(weight, 4, torch.bfloat16, stream)
+    master = LowRankUpdate.of(weight, 4, torch.bfloat16, stream)
     assert master.numbers.shape == (*shape[:-2], 4, 68)
     assert master.made(weight).equal(weight), "nothing is added at first"
     master.numbers.data[..., 20:] = torch.randn(*shape[:-2], 4, 48, generator=stream)
     made = master.made(weight)
     assert made.equal(made.bfloat16().float())
-    exact = LowRankUpdate(weight + 1e-5, 4, torch.bfloat16, stream)  # numbers that 16 bits do not hold stay in 32
+    exact = LowRankUpdate.of(weight + 1e-5, 4, torch.bfloat16, stream)  # numbers that 16 bits do not hold stay in 32
     exact.set(master.values)
     added = (exact.made(weight) - weight).double()
     assert torch.linalg.matrix_rank(added, rtol=1e-5).max() == 4
@@ -67,7 +67,7 @@ def test_gradients_pass_through_rounding(stream: torch.Generator) -> None:
     weight = torch.randn(24, 20, generator=stream).bfloat16().float()
     grads = []
     for stored in (torch.bfloat16, torch.float32):
-        master = LowRankUpdate(weight, 4, stored, torch.Generator().manual_seed(1))
+        master = LowRankUpdate.of(weight, 4, stored, torch.Generator().manual_seed(1))
         (master.made(weight) * torch.arange(20.0)).sum().backward()
         grads.append(master.numbers.grad)
     assert grads[0].equal(grads[1])

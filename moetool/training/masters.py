@@ -1,9 +1,9 @@
-"""What a repair takes its steps on: fp32 copies of parameters, factors of their blocks, and what is added to them."""
+"""What training takes its steps on: fp32 copies of parameters, factors of their blocks, and what is added to them."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -117,25 +117,30 @@ class BlockFactors(WeightChange):
 
 
 class LowRankUpdate(WeightChange):
-    """A product of two thin matrices that is added to a weight (LoRA, arXiv:2106.09685), in units of the root mean
-    square of its numbers.
+    """A product of two thin matrices that is added to a weight (LoRA, arXiv:2106.09685).
 
-    A weight `[…, rows, columns]` has `[…, rank, columns]`, random and normal, and `[…, rank, rows]`, zero at first, in
-    one tensor. Both are trained.
+    A weight `[…, rows, columns]` has `[…, rank, columns]`, random, and `[…, rank, rows]`, zero at first, in one
+    tensor. Both are trained.
     """
 
-    def __init__(self, weight: Tensor, rank: int, stored: torch.dtype, stream: torch.Generator) -> None:
-        """Of a weight that is `stored` in a dtype where that holds it."""
-        *several, rows, self._columns = weight.shape
-        right = torch.randn(*several, rank, self._columns, generator=stream).to(weight.device)
-        super().__init__(torch.cat([right, right.new_zeros(*several, rank, rows)], -1))
+    def __init__(self, right: Tensor, rows: int, scale: float, stored: torch.dtype = torch.float32) -> None:
+        """Of matrices of so many rows that are `stored` in a dtype; the product counts `scale` times."""
+        super().__init__(torch.cat([right, right.new_zeros(*right.shape[:-1], rows)], -1))
+        self._columns, self._scale, self._stored = right.shape[-1], scale, stored
+
+    @classmethod
+    def of(cls, weight: Tensor, rank: int, stored: torch.dtype, stream: torch.Generator) -> Self:
+        """Of a weight that is `stored` in a dtype where that holds it, in units of the root mean square of its
+        numbers."""
+        *several, rows, columns = weight.shape
+        right = torch.randn(*several, rank, columns, generator=stream).to(weight.device)
         size = float(weight.detach().square().mean().sqrt().clamp_min(_TINY))
-        self._scale = _ADDED * size / math.sqrt(rank)
-        self._stored = _dtype_of(weight.detach(), stored)
+        return cls(right, rows, _ADDED * size / math.sqrt(rank), _dtype_of(weight.detach(), stored))
 
     def made(self, weight: Tensor) -> Tensor:
         right, left = self.numbers.split([self._columns, self.numbers.shape[-1] - self._columns], -1)
-        return _Stored.apply(weight + left.mT @ (right * self._scale), self._stored)
+        with torch.autocast(weight.device.type, enabled=False):
+            return _Stored.apply(weight + left.mT @ (right * self._scale), self._stored).to(weight.dtype)
 
 
 class _Stored(torch.autograd.Function):
