@@ -77,8 +77,7 @@ class StreamedWeights(ModelWeights):
     @contextmanager
     def opened(self, index: int) -> Iterator[None]:
         try:
-            with self._streamed.layer(index) as layer:
-                layer.requires_grad_(False)
+            with self._streamed.layer(index):
                 self._put_back(index)
                 yield
         finally:
@@ -100,8 +99,10 @@ class StreamedWeights(ModelWeights):
         return super().on_disk(tensors)
 
     def _put_back(self, index: int) -> None:
+        """Have what is kept of a layer in its place, and gradients of nothing else, whether it is in memory or not."""
+        self.layer(index).requires_grad_(False)
         for name, tensor in self._kept[index].items():
-            put(self.model, name, tensor)
+            put(self.model, name, tensor.requires_grad_(True))
 
 
 def open_weights(

@@ -172,7 +172,8 @@ def test_larger_than_memory_it_reads_layer_by_layer(
         assert ("read layer by layer" in plan.get("weights", "")) is streams
         result = run_cli(*arguments[:2], output, *arguments[2:], "--eval-data", short_text, "--json")
         assert result.code == 0, result.stderr
-        found.append((contents(output)["model.safetensors"], result.json["eval_loss"]))
+        told = result.json
+        found.append((contents(output)["model.safetensors"], told["eval_loss"], told["trained_parameters"]))
     assert found[0] == found[1]
 
 

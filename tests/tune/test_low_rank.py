@@ -80,6 +80,7 @@ def test_what_is_written_is_what_was_trained(family: str, save_model: Any, tmp_p
     if streamed_as(Checkpoint.open(source)) is not None:
         streamed = opened(source, streams=True)
         assert (logits(streamed.model) - before).norm() < 1e-6 * before.norm()
+        assert trained_parameters(streamed.model) == trained_parameters(changed.model)
         found = learnt(streamed)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
