@@ -69,6 +69,7 @@ def open_changed(
     """
     from moetool.training.changed import ChangedModel
     from moetool.training.masters import LowRankUpdate
+    from moetool.tune.bias_balance import choice_biases
     from moetool.tune.choice import choose_for
 
     assert options.rank is not None
@@ -85,7 +86,8 @@ def open_changed(
         right = uniform((*several, options.rank, columns), linear_std(columns), stream).to(model.device)
         changes[name] = LowRankUpdate(right, rows, (options.lora_alpha or LORA_ALPHA) / options.rank)
     model.add_module(_FACTORS, nn.ParameterList(change.numbers for change in changes.values()))
-    return ChangedModel(weights, changes, [*kept, *changes])
+    moved = () if options.balance_bias is None else choice_biases(model)
+    return ChangedModel(weights, changes, {*kept, *changes, *moved})
 
 
 def _loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> "ModelWeights":

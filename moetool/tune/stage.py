@@ -123,12 +123,12 @@ class Tune(Stage[TuneOptions, AnySource]):
             read=2 * steps * options.accumulation if self._streams else 0,
         )
         told = {"weights": TOLD_OF_READING} if self._streams else {}
+        stored = numbers if sharding() else learning.numbers
         return Plan(
             stage=self.name,
             input_bytes=checkpoint.weight_bytes,
             output_bytes=checkpoint.weight_bytes + checkpoint.growth(),
-            scratch_bytes=2
-            * (8 * learning.numbers + 4 * (numbers if sharding() else learning.numbers)),  # a checkpoint, and the next
+            scratch_bytes=2 * (8 * learning.numbers + 4 * stored),  # a checkpoint, and the next
             memory_bytes=baseline()
             + self._weights_memory(streams=self._streams)
             + (logits + 4 * tokens * width * kept + examples + taught),

@@ -76,6 +76,17 @@ def test_a_rank_beside_experts_that_are_trained_in_full(
     assert result.json["trained_parameters"] == full + 2 * sum(sum(before[name].shape) for name in linears)
 
 
+def test_biases_that_balance_are_written_too(run_cli: Any, save_model: Any, short_text: Path, tmp_path: Path) -> None:
+    source = save_model(families.build("deepseek_v3"), tmp_path / "model")
+    arguments = ("--data", short_text, *SHORT, *LORA, "--balance-bias", 0.01)
+    result = run_cli("tune", source, tmp_path / "tuned", *arguments)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert not any(before[name].equal(after[name]) for name in biases)
+
+
 def test_experts_that_are_deltas_are_trained_themselves(
     run_cli: Any, dense: Any, upcycle: Any, short_text: Path, tmp_path: Path
 ) -> None:
