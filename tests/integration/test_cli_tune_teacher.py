@@ -75,7 +75,7 @@ def test_resumed_it_gives_the_same_bytes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moetool.tune.stage.write_checkpoint", fail)
+        patch.setattr("moetool.tune.writing.write_checkpoint", fail)
         assert run_cli("tune", student, tmp_path / "cut", *words).code != 0
     result = run_cli("tune", student, tmp_path / "cut", *words, "--resume")
     assert result.code == 0, result.stderr
