@@ -132,7 +132,7 @@ class Distilling:
                     elif not best[0] and not all(
                         now[name] < max(_WORSE * before[name], KL_ROUNDING) for name in before
                     ):
-                        failed = f"held-out divergence has risen to {_said(now)} at step {step}, from {_said(before)}"
+                        failed = f"at step {step} held-out divergence has risen: {_moved(before, now)}"
                 if not failed:
                     continue
                 if best[0] or not self._slowdowns or step == steps:
@@ -208,6 +208,11 @@ class Distilling:
 
 def _said(divergences: Mapping[str, float]) -> str:
     return ", ".join(f"{shown_kl(nats)} on {name}" for name, nats in divergences.items()) + f", in {NAT_UNIT}"
+
+
+def _moved(before: Mapping[str, float], now: Mapping[str, float]) -> str:
+    moved = (f"{shown_kl(nats)} → {shown_kl(now[name])} on {name}" for name, nats in before.items())
+    return f"{', '.join(moved)}, in {NAT_UNIT}"
 
 
 def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:

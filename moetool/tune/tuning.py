@@ -104,7 +104,7 @@ def train(
                 trainer.train(resume_from_checkpoint=str(last) if last else None)
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer.restore(last, steps)
-        job.interrupt.check()
+            job.interrupt.check()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
             with phase(job.progress, "Evaluate"):
