@@ -108,5 +108,6 @@ def _experts_only(model: nn.Module, *, in_full: bool) -> None:
         if module in routers or isinstance(module, SharedBaseExperts) or (in_full and name.endswith(".experts")):
             module.requires_grad_(True)
     for module in custom:
-        for parameter in module.expert_parameters():
-            parameter.requires_grad_(True)
+        if in_full or module.is_efficient:
+            for parameter in module.expert_parameters():
+                parameter.requires_grad_(True)

@@ -34,7 +34,7 @@ def adapted(model: nn.Module, rank: int) -> dict[str, torch.Size]:
     linear layers and experts of which nothing is trained, whose sides are longer than `rank`."""
     found = dict[str, torch.Size]()
     for name, module in model.named_modules():
-        own = isinstance(module, (SharedBaseExperts, CustomLayer))
+        own = isinstance(module, SharedBaseExperts) or (isinstance(module, CustomLayer) and module.is_efficient)
         if not decoder_layer(f"{name}.") or own or is_quantized(module) or is_selector(name):
             continue
         for inside, parameter in module.named_parameters(recurse=False):

@@ -100,6 +100,26 @@ def test_experts_that_are_deltas_are_trained_themselves(
         assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
 
 
+@pytest.mark.parametrize("made", ["phi", "moefied"])
+def test_experts_in_full_in_modules_of_moetools_own(
+    run_cli: Any, dense: Any, upcycle: Any, tiny_text: Path, short_text: Path, tmp_path: Path, made: str
+) -> None:
+    if made == "moefied":
+        source, few = tmp_path / "moefied", ("--samples", 8, "--sequence-length", 32)
+        result = run_cli("moefy", dense("llama"), source, "--keep", 0.5, "--calibration", tiny_text, *few)
+        assert result.code == 0, result.stderr
+    else:
+        source = upcycle(dense(made), "--method", "vanilla").path
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".mlp." in name for name in changed)
+    for name in changed:
+        rank = torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3)
+        assert name.endswith("gate.weight") or rank.max() <= 2, name
+
+
 def test_a_dense_model_gets_factors_alone(run_cli: Any, dense: Any, short_text: Path, tmp_path: Path) -> None:
     """As many as with `--lora-rank` alone, of the same matrices."""
     found, source = [], dense("llama")
