@@ -20,7 +20,7 @@ class Master(ABC):
     """Numbers in fp32 by which a parameter of a model is trained.
 
     Attributes:
-        numbers: that the optimizer moves, all of them about one in size, so that one rate fits tensors of any size.
+        numbers: that the optimizer moves.
     """
 
     numbers: nn.Parameter
@@ -44,7 +44,8 @@ class Master(ABC):
 
 
 class NumbersMaster(Master):
-    """The copy of a parameter, in units of the root mean square of its numbers."""
+    """The copy of a parameter, in units of the root mean square of its numbers, so that one rate fits tensors of any
+    size."""
 
     def __init__(self, parameter: Tensor, stored: torch.dtype) -> None:
         own = parameter.detach().float()
@@ -123,8 +124,9 @@ class LowRankUpdate(WeightChange):
     tensor. Both are trained.
     """
 
-    def __init__(self, right: Tensor, rows: int, scale: float, stored: torch.dtype = torch.float32) -> None:
-        """Of matrices of so many rows that are `stored` in a dtype; the product counts `scale` times."""
+    def __init__(self, right: Tensor, rows: int, scale: float, stored: torch.dtype | None = None) -> None:
+        """Of a matrix, or several in one tensor, of so many rows; the product counts `scale` times. The model computes
+        with the sum as it is `stored`, if that is told."""
         super().__init__(torch.cat([right, right.new_zeros(*right.shape[:-1], rows)], -1))
         self._columns, self._scale, self._stored = right.shape[-1], scale, stored
 
@@ -139,8 +141,11 @@ class LowRankUpdate(WeightChange):
 
     def made(self, weight: Tensor) -> Tensor:
         right, left = self.numbers.split([self._columns, self.numbers.shape[-1] - self._columns], -1)
+        left, right = left.mT.to(weight.dtype), (right * self._scale).to(weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
-            return _Stored.apply(weight + left.mT @ (right * self._scale), self._stored).to(weight.dtype)
+            made = torch.baddbmm(*(each.reshape(-1, *each.shape[-2:]) for each in (weight, left, right)))
+        made = made.view_as(weight)
+        return made if self._stored is None else _Stored.apply(made, self._stored)
 
 
 class _Stored(torch.autograd.Function):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ModelWeights(ABC):
-    """A model in fp32 and its decoder layers.
+    """A model and its decoder layers.
 
     Attributes:
         model: what of it is trained is in memory, and what is outside of the layers.

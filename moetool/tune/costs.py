@@ -16,7 +16,8 @@ from moetool.runtime.loading import loading_memory
 TRAIN = "Train"
 CHOOSE = "Choose experts"
 COUNTED_AT_ONCE = 4096  # tokens that choices of experts are counted on at once
-_MADE_BYTES = 12  # of a number that is changed while its layer runs: product, sum and gradient
+# Of a matrix that is changed, while its layer runs: the sum and its gradient; and bytes per number of their pieces.
+_MADE, _PIECES = 2, 2
 COUNTED = 32_768  # tokens of the examples on which choices of experts are counted
 
 
@@ -46,7 +47,7 @@ def weights_memory(
         streams: whether only one layer is in memory beside what is trained and what is in no layer.
     """
     numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    made = layers * _MADE_BYTES * learning.changed
+    made = layers * (_MADE * dtype.itemsize + _PIECES) * learning.changed
     if not learning.changed:
         return dtype.itemsize * numbers + (16 - dtype.itemsize) * learning.numbers
     if not streams:
