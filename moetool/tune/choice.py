@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from moetool.architectures.described import language_model_in
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
@@ -98,13 +99,13 @@ def trained_parameters(model: nn.Module) -> int:
 
 
 def _experts_only(model: nn.Module, *, in_full: bool) -> None:
-    """Let routers and experts require gradients, those that are stored `in_full` or not."""
+    """Let routers and experts of the language model require gradients, those that are stored `in_full` or not."""
     if not has_experts(model):
         raise UsageError("--train experts: this model has none. Upcycle it first.")
     routers = Routers(model).modules
     custom = [module for module in model.modules() if isinstance(module, CustomLayer)]
     model.requires_grad_(False)
-    for name, module in model.named_modules():
+    for name, module in language_model_in(model)[1].named_modules():
         if module in routers or isinstance(module, SharedBaseExperts) or (in_full and name.endswith(".experts")):
             module.requires_grad_(True)
     for module in custom:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from moetool.architectures.described import language_model_in
 from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import InvalidInputError
+from moetool.errors import InvalidInputError, UsageError
 from moetool.format.kinds.moefied import is_selector
 from moetool.numerics.seeding import generator, linear_std, uniform
 from moetool.runtime.building import recomputes
@@ -29,11 +30,16 @@ TOLD_OF_READING = "read layer by layer in every step, since all together take mo
 _FACTORS = "low_rank"  # the model's module that holds them
 
 
-def adapted(model: nn.Module, rank: int) -> dict[str, torch.Size]:
-    """Names and shapes of the matrices `[…, rows, columns]` in a model's layers to which low-rank updates are added:
-    linear layers and experts of which nothing is trained, whose sides are longer than `rank`."""
+def adapted(model: "PreTrainedModel", rank: int) -> dict[str, torch.Size]:
+    """Names and shapes of the matrices `[…, rows, columns]` in a language model's layers to which low-rank updates are
+    added: linear layers and experts of which nothing is trained, whose sides are longer than `rank`.
+
+    Raises:
+        UsageError: there are none.
+    """
     found = dict[str, torch.Size]()
-    for name, module in model.named_modules():
+    path, language = language_model_in(model)
+    for name, module in language.named_modules(prefix=path):
         own = isinstance(module, SharedBaseExperts) or (isinstance(module, CustomLayer) and module.is_efficient)
         if not decoder_layer(f"{name}.") or own or is_quantized(module) or is_selector(name):
             continue
@@ -43,6 +49,10 @@ def adapted(model: nn.Module, rank: int) -> dict[str, torch.Size]:
             is_free = parameter.is_floating_point() and not (parameter.requires_grad or is_placeholder(parameter))
             if (is_matrix or is_several) and is_free and min(parameter.shape[-2:]) > rank:
                 found[f"{name}.{inside}"] = parameter.shape
+    if not found:
+        raise UsageError(
+            f"--lora-rank {rank}: no frozen matrix has more rows and columns than that. Give a lower rank."
+        )
     return found
 
 

@@ -6,9 +6,11 @@ from typing import Any
 import families
 import pytest
 import torch
+from around_families import AROUND
 from checkpoints import contents, tensors_of
 from sampling import sampled
 
+from moetool.tune.low_rank import adapted, factor_numbers
 from moetool.tune.trainer import MoETrainer
 
 SHORT = ("--sequence-length", 32, "--batch-size", 4, "--learning-rate", 1e-2, "--steps", 3)
@@ -278,3 +280,32 @@ def test_it_takes_less_memory_than_training_all(
         assert result.code == 0, result.stderr
         found.append(result.json["peak_memory_bytes"])
     assert found[1] < found[0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_sees_and_hears_stays_as_it_is(
+    run_cli: Any, save_model: Any, short_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Text alone never reaches it: it gets no factors, and its router is not trained."""
+    if streams:
+        monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+    model = families.build("dots3_note", **AROUND["dots3_note"])
+    source = save_model(model, tmp_path / "model")
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA, "--json")
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".experts." in name for name in changed)
+    assert not [name for name in changed if "vision" in name or "audio" in name]
+    language = model.model.language_model.requires_grad_(False)
+    routers = sum(own.numel() for name, own in language.named_parameters() if name.endswith("gate.weight"))
+    factors = sum(factor_numbers(shape, 2) for shape in adapted(model.requires_grad_(False), 2).values())
+    assert result.json["trained_parameters"] == routers + factors
+
+
+def test_a_rank_that_no_matrix_has_is_refused(run_cli: Any, dense: Any, short_text: Path, tmp_path: Path) -> None:
+    """Before anything is read: nothing would be trained of a dense model."""
+    arguments = ("--data", short_text, "--train", "lora", "--lora-rank", 32)
+    result = run_cli("tune", dense("llama"), tmp_path / "tuned", *arguments, "--dry-run")
+    assert result.code == 2
+    assert "--lora-rank 32: no frozen matrix has more rows and columns" in result.stderr
