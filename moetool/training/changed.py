@@ -81,9 +81,9 @@ class ChangedModel:
                 for name, weight in own.items():
                     put(self.model, name, weight)
 
-    def stored_names(self, layer: int) -> list[str]:
-        """Names in the files of what is trained of a layer, or of what is outside of all."""
-        return [*self.on_disk({name: tensor_of(self.model, name).to("meta") for name in self._names[layer]})]
+    def shapes(self, layer: int) -> dict[str, Tensor]:
+        """Tensors without numbers, in place of those of `trained`."""
+        return {name: tensor_of(self.model, name).to("meta") for name in self._names[layer]}
 
     @torch.no_grad()
     def trained(self, layer: int) -> dict[str, Tensor]:

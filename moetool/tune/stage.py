@@ -310,10 +310,12 @@ class Tune(Stage[TuneOptions, AnySource]):
         """Load the model, or open it for low-rank updates."""
         from moetool.runtime.loading import load_model
         from moetool.tune.low_rank import open_changed
+        from moetool.tune.writing import layers_by_name
 
         checkpoint = self.source.checkpoint
         if self.options.train == "lora":
             changed = open_changed(checkpoint, self.options, self._held_dtype, job.device, streams=self._streams)
+            layers_by_name(changed, checkpoint)  # or what was learnt could not be written
             return changed.model, changed
         with described_in(checkpoint.path):
             return load_model(checkpoint, torch.float32), None

@@ -9,6 +9,7 @@ from torch import Tensor
 from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.writer import TensorSpec
+from moetool.errors import InvalidInputError
 from moetool.job.job import Job
 from moetool.job.shards import by_layer
 from moetool.job.writing import passed_on, write_checkpoint
@@ -86,18 +87,43 @@ def write_trained(
     write_checkpoint(job, plan, made, config=config, provenance=passed_on(source))
 
 
+def stored(changed: "ChangedModel", tensors: Mapping[str, Tensor], source: Checkpoint) -> dict[str, Tensor]:
+    """Tensors that a model holds, by the names and in the shapes that they have in a checkpoint's files. Experts may
+    lie there as in memory, or with rows and columns exchanged, where transformers would write them in another way.
+
+    Raises:
+        InvalidInputError: the files have no such tensor.
+    """
+    made = changed.on_disk(tensors)
+    if not made.keys() <= source.tensors.keys():
+        same = {name: tensor for name, tensor in tensors.items() if name in source.tensors}
+        made = changed.on_disk({name: tensors[name] for name in tensors.keys() - same.keys()}) | same
+    for name, tensor in made.items():
+        if name not in source.tensors:
+            raise InvalidInputError(f"{source.path} has no tensor {name}, which what is learnt would replace.")
+        shape = source.tensors[name].shape
+        if tensor.shape != shape and tensor.ndim > 1 and tensor.mT.shape == shape:
+            made[name] = tensor.mT
+    return made
+
+
+def layers_by_name(changed: "ChangedModel", source: Checkpoint) -> dict[str, int]:
+    """The layer of each tensor in a checkpoint's files that is trained. Raises as `stored`."""
+    return {name: layer for layer in changed.layers for name in stored(changed, changed.shapes(layer), source)}
+
+
 def write_changed(
     job: Job[Any], changed: "ChangedModel", source: Checkpoint, config: Mapping[str, object], shard_size: int
 ) -> None:
     """Write the source's tensors, those that are trained as they are now, one layer after the other."""
     specs = [TensorSpec(name, info.dtype, info.shape) for name, info in sorted(source.tensors.items())]
     plan = by_layer(specs, shard_size)
-    layer_of = {name: layer for layer in changed.layers for name in changed.stored_names(layer)}
+    layer_of = layers_by_name(changed, source)
 
     def made(unit: int) -> Iterator[tuple[str, Tensor]]:
         specs, tensors = plan.unit(unit), dict[str, Tensor]()
         for layer in sorted({layer_of[spec.name] for spec in specs if spec.name in layer_of}):
-            tensors |= changed.on_disk(changed.trained(layer))
+            tensors |= stored(changed, changed.trained(layer), source)
         for spec in specs:
             tensor = tensors.get(spec.name)
             yield spec.name, (source.read(spec.name) if tensor is None else tensor).to(spec.dtype)

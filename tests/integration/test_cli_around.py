@@ -95,6 +95,31 @@ def test_experts_as_they_lie_on_the_hub(
     assert torch.isfinite(logits(fewer, tokens)).all()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_low_rank_updates_of_experts_as_they_lie_on_the_hub(
+    run_cli: Any,
+    on_hub: Path,
+    seeing: dict[str, Path],
+    calibration: Any,
+    tokens: Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: bool,
+) -> None:
+    """They are written so again, and are those of the same model in another layout."""
+    if streams:
+        monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+    same = seeing[config_of(on_hub)["model_type"]]
+    few = ("--sequence-length", 32, "--batch-size", 2, "--learning-rate", 1e-2, "--steps", 2, "--lora-rank", 2)
+    for source, output in ((same, tmp_path / "same"), (on_hub, tmp_path / "tuned")):
+        result = run_cli("tune", source, output, "--train", "lora", "--data", calibration[1], *few)
+        assert result.code == 0, result.stderr
+    given, made = load_file(on_hub / WEIGHTS), load_file(tmp_path / "tuned" / WEIGHTS)
+    assert {name: held.shape for name, held in made.items()} == {name: held.shape for name, held in given.items()}
+    assert not any(made[name].equal(given[name]) for name in given if ".language_model." in name and "experts." in name)
+    assert_close(logits(tmp_path / "tuned", tokens), logits(tmp_path / "same", tokens), 2e-5)
+
+
 def test_the_language_model_by_itself(
     run_cli: Any, seeing: dict[str, Path], calibration: Any, tokens: Tensor, save_model: Any, tmp_path: Path
 ) -> None:

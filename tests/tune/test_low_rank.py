@@ -18,6 +18,7 @@ from moetool.training.changed import ChangedModel
 from moetool.tune.choice import choose_for, trained_parameters
 from moetool.tune.low_rank import adapted, factor_numbers, open_changed, streamed_as
 from moetool.tune.options import TuneOptions
+from moetool.tune.writing import layers_by_name, stored
 
 LORA = TuneOptions(data="text.txt", train="lora", lora_rank=2, lora_alpha=6)
 TOKENS = torch.arange(1, 17).view(2, 8)
@@ -47,14 +48,15 @@ def learnt(changed: ChangedModel) -> dict[str, Tensor]:
 
 def rewritten(source: Path, changed: ChangedModel) -> Path:
     """The checkpoint with what was trained in its place, as `tune` writes it."""
-    stored = load_file(source / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
+    layers = layers_by_name(changed, Checkpoint.open(source))
     for layer in changed.layers:
-        made = changed.on_disk(changed.trained(layer))
-        assert {*made} == {*changed.stored_names(layer)}
-        for name in made.keys() & stored.keys():
-            assert made[name].shape == stored[name].shape, name
-            stored[name] = made[name].to(stored[name].dtype).contiguous()
-    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+        made = stored(changed, changed.trained(layer), Checkpoint.open(source))
+        assert all(layers[name] == layer for name in made)
+        for name in made:
+            assert made[name].shape == tensors[name].shape, name
+            tensors[name] = made[name].to(tensors[name].dtype).contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return source
 
 
