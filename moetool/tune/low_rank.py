@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moetool.architectures.described import language_model_in
 from moetool.architectures.layers import decoder_layer
@@ -88,8 +88,8 @@ def open_changed(
     choose_for(model, options)
     shapes = adapted(model, options.rank)
     kept = weights.keep({name: own for name, own in model.named_parameters() if own.requires_grad})
-    for own in kept.values():
-        own.data = own.data.float()
+    for name, own in kept.items():
+        own.data = _exact(name, own.data, weights, checkpoint).to(own.device, torch.float32)
     changes = {}
     for name, (*several, rows, columns) in shapes.items():
         stream = generator(options.seed, "lora", name)
@@ -98,6 +98,14 @@ def open_changed(
     model.add_module(_FACTORS, nn.ParameterList(change.numbers for change in changes.values()))
     moved = () if options.balance_bias is None else choice_biases(model)
     return ChangedModel(weights, changes, {*kept, *changes, *moved})
+
+
+def _exact(name: str, held: Tensor, weights: "ModelWeights", checkpoint: Checkpoint) -> Tensor:
+    """A tensor as the files have it, where it lies there by itself: routers are often stored finer than the rest."""
+    stored = [*weights.on_disk({name: held})]
+    is_alone = len(stored) == 1 and stored[0] in checkpoint.tensors
+    exact = checkpoint.read(stored[0]) if is_alone else held
+    return exact if exact.shape == held.shape else held
 
 
 def _loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> "ModelWeights":

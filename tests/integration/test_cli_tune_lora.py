@@ -7,7 +7,7 @@ import families
 import pytest
 import torch
 from around_families import AROUND
-from checkpoints import contents, tensors_of
+from checkpoints import change_tensors, contents, copy_of, tensors_of
 from sampling import sampled
 
 from moetool.tune.low_rank import adapted, factor_numbers
@@ -173,6 +173,29 @@ def test_a_model_in_bf16_is_held_so(run_cli: Any, tiny_mixtral_bf16: Path, short
     assert any(".experts." in name for name in changed)
     assert any("gate" in name for name in changed)
     assert not [name for name in changed if "norm" in name or "embed" in name or "lm_head" in name]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_router_in_fp32_is_trained_from_its_own_numbers(
+    run_cli: Any,
+    tiny_mixtral: Path,
+    tiny_mixtral_bf16: Path,
+    short_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: bool,
+) -> None:
+    """Of a model that is otherwise in bf16, and is held so."""
+    if streams:
+        monkeypatch.setattr("moetool.tune.stage.usable_bytes", lambda options: 0)
+    exact = {name: own for name, own in tensors_of(tiny_mixtral).items() if name.endswith("gate.weight")}
+    source = change_tensors(copy_of(tiny_mixtral_bf16, tmp_path / "model"), lambda tensors: tensors.update(exact))
+    arguments = ("--data", short_text, *SHORT, *LORA, "--bf16", "--learning-rate", 1e-6)
+    result = run_cli("tune", source, tmp_path / "tuned", *arguments)
+    assert result.code == 0, result.stderr
+    after = tensors_of(tmp_path / "tuned")
+    for name, own in exact.items():
+        assert 0 < (after[name] - own).abs().max() < 1e-5, name
 
 
 @pytest.mark.parametrize("family", sampled(("gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next"), ("deepseek_v3",)))
