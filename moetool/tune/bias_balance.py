@@ -11,8 +11,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from moetool.architectures.described import language_model_in
 from moetool.errors import UsageError
 from moetool.runtime.modules.routers import Routers, is_choice_bias
 from moetool.tune.balance import Sum
@@ -26,14 +27,16 @@ def choice_biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if is_choice_bias(name)}
 
 
-def router_biases(model: nn.Module, routers: Routers) -> Mapping[nn.Module, Tensor]:
-    """The bias beside each router, that of its layer.
+def router_biases(model: PreTrainedModel, routers: Routers) -> Mapping[nn.Module, Tensor]:
+    """The bias beside each router of the language model, that of its layer.
 
     Raises:
         UsageError: a router has none.
     """
     biases = {_layer(name): tensor for name, tensor in choice_biases(model).items()}
-    own = {module: _layer(name) for name, module in model.named_modules() if module in routers.modules}
+    path, language = language_model_in(model)
+    named = language.named_modules(prefix=path)
+    own = {module: _layer(name) for name, module in named if module in routers.modules}
     if not own or not biases.keys() >= {*own.values()}:
         raise UsageError("--balance-bias: a router of this model has no bias that only the choice of experts sees.")
     return {module: biases[layer] for module, layer in own.items()}
@@ -47,7 +50,7 @@ def _layer(name: str) -> str:
 class BiasBalance(TrainerCallback):
     """Counts which experts are chosen in a step, and moves the biases after it."""
 
-    def __init__(self, model: nn.Module, routers: Routers, rate: float) -> None:
+    def __init__(self, model: PreTrainedModel, routers: Routers, rate: float) -> None:
         """With a `rate` by which a bias moves in a step.
 
         Raises:

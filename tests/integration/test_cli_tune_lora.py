@@ -89,6 +89,18 @@ def test_biases_that_balance_are_written_too(run_cli: Any, save_model: Any, shor
     assert not any(before[name].equal(after[name]) for name in biases)
 
 
+def test_an_eye_whose_router_has_no_bias_is_nothing_against_it(
+    run_cli: Any, save_model: Any, short_text: Path, tmp_path: Path
+) -> None:
+    source = save_model(families.build("dots3_note", **AROUND["dots3_note"]), tmp_path / "model")
+    arguments = ("--data", short_text, *SHORT, *LORA, "--balance-bias", 0.01)
+    result = run_cli("tune", source, tmp_path / "tuned", *arguments)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert any(not before[name].equal(after[name]) for name in biases)
+
+
 def test_experts_that_are_deltas_are_trained_themselves(
     run_cli: Any, dense: Any, upcycle: Any, short_text: Path, tmp_path: Path
 ) -> None:
