@@ -218,8 +218,8 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     @property
     def _held_dtype(self) -> torch.dtype:
-        """The dtype in which weights are held that are not trained: with `--train lora --bf16` that of a model in
-        bf16, which loses nothing."""
+        """The dtype in which weights are held that are not trained: with `--train lora --bf16` that of a model in bf16.
+        Matrices that it has in fp32 are rounded then, but for routers."""
         keeps = self.options.bf16 and self.options.train == "lora" and self.source.dtype == torch.bfloat16
         return torch.bfloat16 if keeps else torch.float32
 
