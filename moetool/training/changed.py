@@ -49,7 +49,7 @@ class ChangedModel:
         }
 
     def _again(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs a layer, and once more on the way back."""
+        """Wrap a layer's forward so that the layer runs once more in the backward pass."""
         if not self.model.supports_gradient_checkpointing:
             return run
 
@@ -97,7 +97,7 @@ class ChangedModel:
 
 
 def _by_layer(names: Iterable[str], paths: Sequence[str]) -> dict[int, list[str]]:
-    """Names of tensors by the layer that they are in."""
+    """Group names of tensors by the layer that they are in."""
     found: dict[int, list[str]] = {layer: [] for layer in range(OUTSIDE, len(paths))}
     starts = {f"{path}.": layer for layer, path in enumerate(paths)}
     for name in names:

@@ -103,7 +103,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         logits = 3 * 4 * tokens * (whole_number(config, "vocab_size") or 0)
         layers = whole_number(config, "num_hidden_layers") or 1
         width = whole_number(config, "hidden_size") or 0
-        again = options.gradient_checkpointing or (learning.changed > 0 and recomputes(checkpoint))
+        again = options.gradient_checkpointing or (learning.changed > 0 and self._runs_again)
         kept = 2 * layers + 60 if again else 40 * layers
         texts = [file for path in self.reads() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
@@ -153,8 +153,13 @@ class Tune(Stage[TuneOptions, AnySource]):
 
     def _weights_memory(self, *, streams: bool) -> int:
         checkpoint = self.source.checkpoint
-        layers = 1 if recomputes(checkpoint) else whole_number(checkpoint.settings, "num_hidden_layers") or 1
+        every = whole_number(checkpoint.settings, "num_hidden_layers") or 1
+        layers = every if self._learning.changed and not self._runs_again else 1
         return weights_memory(checkpoint, self._learning, self._held_dtype, layers, streams=streams)
+
+    @cached_property
+    def _runs_again(self) -> bool:
+        return recomputes(self.source.checkpoint)
 
     @property
     def _advice(self) -> str:
