@@ -115,11 +115,22 @@ def open_weights(
 ) -> ModelWeights:
     """Open a model in fp32, whole, or if it `streams` without its layers, which lie at these paths. Raises
     `InvalidInputError` for what transformers cannot load."""
-    from moetool.calibration.streaming import StreamedModel
-
     if not streams:
         return open_held(checkpoint, paths, device)
-    return StreamedWeights(StreamedModel(checkpoint, architecture, torch.float32, device), paths)
+    return open_streamed(checkpoint, architecture, paths, device, torch.float32)
+
+
+def open_streamed(
+    checkpoint: Checkpoint,
+    architecture: Architecture | DenseArchitecture,
+    paths: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StreamedWeights:
+    """Open a model in a dtype without its layers, which lie at these paths. Raises as `open_weights`."""
+    from moetool.calibration.streaming import StreamedModel
+
+    return StreamedWeights(StreamedModel(checkpoint, architecture, dtype, device), paths)
 
 
 def open_held(

@@ -124,13 +124,12 @@ def _paths(model: "PreTrainedModel") -> Iterator[str]:
 
 
 def _opened(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> "ModelWeights":
-    from moetool.calibration.streaming import StreamedModel
-    from moetool.training.weights import StreamedWeights
+    from moetool.training.weights import open_streamed
 
     architecture = streamed_as(checkpoint)
     assert architecture is not None
     paths = [architecture.layer_path(layer) for layer in range(architecture.layers)]
-    weights = StreamedWeights(StreamedModel(checkpoint, architecture, dtype, device), paths)
+    weights = open_streamed(checkpoint, architecture, paths, device, dtype)
     vars(weights.model)["to"] = lambda *_, **__: weights.model  # what is not in memory cannot be moved
     return weights
 
