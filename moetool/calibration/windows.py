@@ -319,9 +319,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # each tokenizer class fails in its own way on files that it cannot use
         if (directory / CONFIG).is_file():  # which some read, too
             settings_of(read_config(directory)[1], directory)
-        raise InvalidInputError(
-            f"Cannot load the tokenizer of {path}: {first_line(error)}.{_advice(directory)}"
-        ) from error
+        told = f"Cannot load the tokenizer of {path}: {first_line(error)}."
+        raise InvalidInputError(told + _advice(directory)) from error
 
 
 def _advice(directory: Path) -> str:
