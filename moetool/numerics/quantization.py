@@ -51,6 +51,12 @@ def largest(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
+def levels_size(bits: int) -> float:
+    """About the root mean square of the values that codes of a group stand for, before scaling: of normal levels one,
+    of whole numbers a third of the largest."""
+    return largest(bits) / 3 if is_whole(bits) else 1.0
+
+
 @cache
 def levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The [2^bits] values that codes stand for, before scaling; ascending.

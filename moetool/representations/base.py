@@ -61,6 +61,11 @@ class Weight(nn.Module, ABC):
         self.forget()
         super()._load_from_state_dict(*arguments, **options)
 
+    @property
+    def scaled_size(self) -> float:
+        """About the root mean square of the numbers that the parameter `scales` multiplies, if there is one."""
+        return 1.0
+
     def derived(self) -> tuple[Tensor, ...]:
         """Tensors that `products` keeps and uses beside parameters and buffers."""
         return ()

@@ -300,6 +300,10 @@ class MixedRowsWeight(Weight):
             (part, _without_tensors(part.form, (part.rows, shape[1]), dtype)) for part in representation.coded(shape)
         )
 
+    @property
+    def scaled_size(self) -> float:
+        return max(weight.scaled_size for _, weight in self._weights)
+
     def places(self) -> Tensor:
         """Numbers of rows [out] int32 in the order in which they are stored, kept."""
         if self._places is None or self._places.device != self.row_bits.device:

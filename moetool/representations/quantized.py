@@ -16,7 +16,7 @@ from moetool.numerics.error_feedback import Coded
 from moetool.numerics.level_codes import LevelCodes
 from moetool.numerics.output_codes import Coder, coded_for_outputs, coded_in_turn
 from moetool.numerics.packing import pack, packed_size, rows_served, unpack, unpack_rows
-from moetool.numerics.quantization import BITS, dequantize, is_whole, largest, quantize
+from moetool.numerics.quantization import BITS, dequantize, is_whole, largest, levels_size, quantize
 from moetool.numerics.row_feedback import RowFeedback
 from moetool.numerics.work import Work
 from moetool.representations.base import Representation, RowPart, Stored, Weight, empty_parameter
@@ -265,6 +265,10 @@ class QuantizedWeight(Weight):
         stored = representation.tensors(shape)
         self.register_buffer("codes", torch.zeros(stored["codes"].shape, dtype=torch.uint8, device=device))
         self.scales = empty_parameter(stored["scales"].shape, dtype, device)
+
+    @property
+    def scaled_size(self) -> float:
+        return levels_size(self.bits)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Decode the whole matrix `[out, in]` in `dtype`."""

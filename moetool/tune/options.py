@@ -13,6 +13,7 @@ LORA_ALPHA = 16.0
 LORA_RANK = 16
 TUNE_RATE = 2e-5
 LORA_RATE = 2e-4
+SCALES_TIMES = 10.0  # measured: as much as low-rank factors take
 TEACHER_SHARE = 0.5
 BALANCE = 0.01
 
@@ -145,7 +146,8 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
     learning_rate: float | None = Field(
         None,
         gt=0,
-        description=f"Peak of the schedule [default: {TUNE_RATE:g}; {LORA_RATE:g} with --train lora].",
+        description=f"Peak of the schedule; scales of codes take {SCALES_TIMES:g} times that, but with --train lora as "
+        f"much [default: {TUNE_RATE:g}; {LORA_RATE:g} with --train lora].",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
@@ -160,3 +162,8 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
         if self.learning_rate is not None:
             return self.learning_rate
         return LORA_RATE if self.train == "lora" else TUNE_RATE
+
+    @property
+    def scales_times(self) -> float:
+        """How many times the rate of weights scales of codes are trained at: low-rank factors' rate is theirs, too."""
+        return 1.0 if self.train == "lora" else SCALES_TIMES

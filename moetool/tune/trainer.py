@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -29,6 +30,7 @@ from moetool.tune.balance import balance_of, z_of
 from moetool.tune.bias_balance import BiasBalance, choice_biases
 from moetool.tune.examples import IGNORED
 from moetool.tune.masks import MaskConstraint
+from moetool.tune.rates import set_rate_of_scales
 from moetool.tune.teacher import Teacher
 
 DIGESTS = "digests.json"  # of a checkpoint's files
@@ -61,12 +63,13 @@ class MoETrainer(Trainer):
         constraint: MaskConstraint | None,
         bias_balance: BiasBalance | None = None,
         teacher: Teacher | None = None,
+        scales_times: float = 1.0,
         **options: object,
     ) -> None:
         super().__init__(**options)
         self.routers, self.top_k, self.balance, self.z = routers, top_k, balance, z
         self.interpolation, self.constraint, self.teacher = interpolation, constraint, teacher
-        self.bias_balance = bias_balance
+        self.bias_balance, self._scales_times = bias_balance, scales_times
         for callback in (constraint, bias_balance):
             if callback is not None:
                 self.add_callback(callback)
@@ -108,6 +111,14 @@ class MoETrainer(Trainer):
         self.routers.clear()
         self._require_finite(self.accelerator.reduce(loss.detach(), "sum"))  # of all processes, or one would wait
         return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's own, in which scales of codes have rates of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new:
+            set_rate_of_scales(optimizer, self.model if model is None else model, self._scales_times)
+        return optimizer
 
     def _split(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """What the model takes of a batch, the labels, and which tokens are real."""

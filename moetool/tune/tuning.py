@@ -95,6 +95,7 @@ def train(
                 interpolation=interpolation_of(model),
                 constraint=constraint,
                 teacher=teacher,
+                scales_times=options.scales_times,
             )
             check_processes(trainer.accelerator.num_processes)
             trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,28 @@
+"""Learning rates of scales, each of which moves many weights, relative to that of weights."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from moetool.representations.base import Weight
+
+
+def set_rate_of_scales(optimizer: Optimizer, model: nn.Module, times: float) -> None:
+    """Give the scales of a model's codes groups of their own in an optimizer, without weight decay.
+
+    Args:
+        optimizer: that has no state yet.
+        model: whose parameters it trains.
+        times: how far a step moves what the codes stand for, where it moves weights by one. Codes of 8 bits are numbers
+            up to 127, and their scales a hundredth of those of 2 bits.
+    """
+    rates = dict[int, float]()
+    for module in model.modules():
+        if isinstance(module, Weight) and isinstance(scales := getattr(module, "scales", None), nn.Parameter):
+            rates[id(scales)] = times / module.scaled_size
+    for group in [*optimizer.param_groups]:
+        apart = dict[float, list[nn.Parameter]]()
+        for parameter in group["params"]:
+            apart.setdefault(rates.get(id(parameter), 1.0), []).append(parameter)
+        group["params"] = apart.pop(1.0, [])
+        for rate, own in sorted(apart.items()):
+            optimizer.add_param_group(group | {"params": own, "lr": group["lr"] * rate, "weight_decay": 0.0})
