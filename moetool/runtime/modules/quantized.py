@@ -53,10 +53,11 @@ class QuantizedModule(nn.Module, ABC):
     @property
     def weight(self) -> nn.Parameter:
         """The matrix `[out, in]`, see `CodedWeight`; the placeholder that is on disk while the codes are not in memory,
-        not loaded yet or offloaded."""
+        not loaded yet, offloaded, or held in parts by several processes."""
         if (placeholder := placeholder_of(self._parameters.get("weight"))) is None:
             raise AttributeError("weight")
-        return CodedWeight.of(self, placeholder) if self.is_filled and not placeholder.is_meta else placeholder
+        is_whole = type(placeholder.data) is Tensor and not placeholder.is_meta
+        return CodedWeight.of(self, placeholder) if self.is_filled and is_whole else placeholder
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module`; a matrix in the place of the placeholder, as by `tie_weights`, makes it an ordinary one."""
