@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 import torch
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
@@ -37,12 +38,9 @@ def load_layer(
         else torch.empty(info.shape, dtype=info.dtype, device="meta")
         for name, info in checkpoint.tensors.items()
     }
-    devices = {"": "meta"}
-    if prefix is not None:
-        devices[path_in(model, prefix.removesuffix("."))] = "cpu"
     loading = LoadStateDictConfig(
         dtype=dtype,
-        device_map=devices,
+        device_map={"": "meta"} if prefix is None else _devices(model, path_in(model, prefix.removesuffix("."))),
         weight_mapping=get_model_conversion_mapping(model, None, quantizer),
         dtype_plan=model._get_dtype_plan(dtype),
         hf_quantizer=quantizer,
@@ -56,3 +54,11 @@ def load_layer(
     told.unexpected_keys -= set(passed)
     refuse_loaded(checkpoint, model, told.to_dict())
     return model.eval()
+
+
+def _devices(model: nn.Module, path: str) -> dict[str, str]:
+    """Where transformers is to put each module, the decoder layer at `path` in memory alone. Its neighbors are listed,
+    since what is said of `layers.1` also goes for `layers.10` where nothing is said of that."""
+    layers = path.rpartition(".")[0]
+    others = {f"{layers}.{name}": "meta" for name, _ in model.get_submodule(layers).named_children()}
+    return {"": "meta", **others, path: "cpu"}
