@@ -21,8 +21,8 @@ def set_rate_of_scales(optimizer: Optimizer, model: nn.Module, times: float) -> 
             rates[id(scales)] = times / module.scaled_size
     for group in [*optimizer.param_groups]:
         apart = dict[float, list[nn.Parameter]]()
-        for parameter in group["params"]:
-            apart.setdefault(rates.get(id(parameter), 1.0), []).append(parameter)
-        group["params"] = apart.pop(1.0, [])
+        for parameter in (own for own in group["params"] if id(own) in rates):
+            apart.setdefault(rates[id(parameter)], []).append(parameter)
+        group["params"] = [own for own in group["params"] if id(own) not in rates]
         for rate, own in sorted(apart.items()):
             optimizer.add_param_group(group | {"params": own, "lr": group["lr"] * rate, "weight_decay": 0.0})

@@ -61,9 +61,9 @@ class MoETrainer(Trainer):
         z: float,
         interpolation: Interpolation | None,
         constraint: MaskConstraint | None,
-        bias_balance: BiasBalance | None = None,
-        teacher: Teacher | None = None,
-        scales_times: float = 1.0,
+        bias_balance: BiasBalance | None,
+        teacher: Teacher | None,
+        scales_times: float,
         **options: object,
     ) -> None:
         super().__init__(**options)

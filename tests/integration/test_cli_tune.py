@@ -316,11 +316,15 @@ def test_two_processes_learn_what_one_learns(
     assert two["steps"] == one["steps"] == 4
     assert two["trained_parameters"] == one["trained_parameters"]
     before, first, second = (tensors_of(path) for path in (moe, tmp_path / "one", tmp_path / "two"))
-    changed = {name for name, tensor in first.items() if not torch.equal(tensor, before[name])}
-    assert len(changed) > 10
+    frozen = {name for name in first if bits and not (name.endswith("gate.weight") or ".experts." in name)}
+    frozen |= {name for name, tensor in first.items() if not tensor.is_floating_point() or tensor.numel() == 1}
     for name, tensor in first.items():
-        moved = (tensor.float() - before[name].float()).norm()
-        assert (tensor.float() - second[name].float()).norm() <= 0.02 * moved, name
+        if name in frozen:
+            assert torch.equal(tensor, before[name]), name
+            assert torch.equal(tensor, second[name]), name
+            continue
+        moved = (tensor - before[name]).norm()
+        assert (tensor - second[name]).norm() < 0.02 * moved, name
 
 
 @pytest.mark.exhaustive

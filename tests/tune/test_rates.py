@@ -32,11 +32,13 @@ def test_a_step_moves_weights_as_far_whatever_their_bits(spec: str) -> None:
     assert 0.6 < moved / (10 * RATE) < 1.6
 
 
-def test_what_is_no_scale_keeps_its_rate() -> None:
-    weight = parse_representation("quantised:8:32").build((64, 64), torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize(("bits", "times"), [(8, 10), (2, 1)])
+def test_what_is_no_scale_keeps_its_rate(bits: int, times: float) -> None:
+    """Scales never decay, also where their rate is that of weights."""
+    weight = parse_representation(f"quantised:{bits}:32").build((64, 64), torch.float32, torch.device("cpu"))
     model = torch.nn.ModuleDict({"codes": weight, "linear": torch.nn.Linear(8, 8)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-    set_rate_of_scales(optimizer, model, 10)
+    set_rate_of_scales(optimizer, model, times)
     own, scales = optimizer.param_groups
     assert [id(each) for each in own["params"]] == [id(each) for each in model["linear"].parameters()]
     assert (own["lr"], own["weight_decay"], scales["weight_decay"]) == (RATE, 0.1, 0)

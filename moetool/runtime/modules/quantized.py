@@ -56,8 +56,8 @@ class QuantizedModule(nn.Module, ABC):
         not loaded yet, offloaded, or held in parts by several processes."""
         if (placeholder := placeholder_of(self._parameters.get("weight"))) is None:
             raise AttributeError("weight")
-        is_whole = type(placeholder.data) is Tensor and not placeholder.is_meta
-        return CodedWeight.of(self, placeholder) if self.is_filled and is_whole else placeholder
+        is_here = self.is_filled and not placeholder.is_meta and not hasattr(placeholder, "device_mesh")
+        return CodedWeight.of(self, placeholder) if is_here else placeholder
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See `nn.Module`; a matrix in the place of the placeholder, as by `tie_weights`, makes it an ordinary one."""
