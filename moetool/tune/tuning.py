@@ -21,6 +21,7 @@ from moetool.quiet import quiet
 from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT, depends_on_batch
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
+from moetool.runtime.modules.networks import SplitFFN
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
@@ -58,6 +59,8 @@ def train(
         for module in model.modules():
             if isinstance(module, SharedBaseExperts):
                 module.flatten_bases()
+            if isinstance(module, SplitFFN):
+                module.lie_by_rows(for_good=True)
     if depends_on_batch(model):
         job.progress.log(BATCH_DEPENDENT)
     packs = options.packing and keeps_apart(model)

@@ -1,14 +1,17 @@
 """Several processes train together: one result, one voice, and none that waits for another that has failed."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import contents, load_whole
+from checkpoints import contents, load_whole, tensors_of
 from sampling import sampled
 
 SHORT = "--sequence-length", 32, "--no-packing", "--learning-rate", 1e-3
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,29 @@ def test_who_is_not_refused_ends_with_who_is(crash: Any, dense: Any, data: Path,
     assert told["codes"] == [2, 2], told["said"]
     assert told["said"][0].count("is not empty") == 1
     assert not told["said"][1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [("--keep", 0.5), ("--keep", 0.5, "--experts", 8), ("--keep", 1.0)])
+def test_moefied_models_are_sharded(
+    run_cli: Any, crash: Any, dense: Any, moefy: Any, data: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    """Also where few tokens are evaluated between steps, for which kernels would lay matrices out anew."""
+    source, few = moefy(dense("llama"), *options).path, tmp_path / "few.jsonl"
+    few.write_text("".join(f'{{"text": "{word}"}}\n' for word in ("lo mi", "ka", "re su")))
+    job = ("tune", source, "--data", data, "--eval-data", few, *SHORT, "--steps", 4, "--eval-every", 1, "--json")
+    one = run_cli(*job[:2], tmp_path / "one", *job[2:], "--batch-size", 2)
+    assert one.code == 0, one.stderr
+    two = crash(tmp_path / "two", (*job, "--batch-size", 1), ranks=2, environment=FSDP)
+    assert two["codes"] == [0, 0], two["stderr"]
+    evaluated = [[point["eval_loss"] for point in told["curve"]] for told in (one.json, json.loads(two["stdout"]))]
+    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
+    before, first, second = (tensors_of(path) for path in (source, tmp_path / "one", tmp_path / "two"))
+    changed = [name for name, tensor in first.items() if not tensor.equal(before[name])]
+    assert len(changed) > 10
+    assert all((second[name] - first[name]).norm() <= 0.02 * (first[name] - before[name]).norm() for name in changed), (
+        "the same steps, to rounding"
+    )
 
 
 def test_one_is_asked_to_stop(crash: Any, dense: Any, data: Path, tmp_path: Path) -> None:

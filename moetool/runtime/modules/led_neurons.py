@@ -75,9 +75,8 @@ class LedNeurons(NeuronExperts):
         return F.linear(residual, self.linear("down").weight).to(wide(rows))
 
     def _has_kernels(self) -> bool:
-        down = self.linear("down").weight
-        if down.is_inference() and not down.t().is_contiguous():
-            return False  # it cannot be laid by neuron
+        if not self._can_lie_by_neuron():
+            return False
         return neurons.takes(self._by_neuron()) and (self.other is None or neurons.takes(self._neurons(self.other)[0]))
 
     def _where_they_lie(self, rows: Tensor, led: Tensor, chosen: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class SplitFFN(CustomLayer):
             raise ValueError(f"{intermediate} neurons cannot be divided among {experts} experts of equal size")
         self.ffn, self.names, self.act_fn = ffn, dict(names), act_fn
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, experts
-        self.size = intermediate // experts
+        self.size, self._stays = intermediate // experts, False
         self.is_joined = names.get("gate") == names["up"]
         for role in self.names:
             shape = (hidden, intermediate) if role == "down" else (intermediate * (1 + self.is_joined), hidden)
@@ -164,7 +164,7 @@ class SplitFFN(CustomLayer):
         if used is not None:
             unused = ~used.index_select(1, index).unsqueeze(-1)
             residual = residual.unflatten(-1, (-1, self.size)).masked_fill(unused, 0).flatten(-2)
-        if len(rows) == 1 and weight.device.type == "cpu" and not torch.is_grad_enabled() and not weight.is_inference():
+        if len(rows) == 1 and weight.device.type == "cpu" and not torch.is_grad_enabled() and self._can_lie_by_neuron():
             # Columns are slow to read one part at a time; as rows, one call adds up those that are needed.
             neurons = index.unsqueeze(1) * self.size + torch.arange(self.size)
             values = residual.reshape(neurons.shape).to(weight.dtype)
@@ -194,7 +194,7 @@ class SplitFFN(CustomLayer):
         down = self.linear("down").weight
         if problem(down.device) or down.device.type != "cpu" or down.dtype not in NUMBERS:
             return None
-        if down.is_inference() and not down.t().is_contiguous():
+        if not self._can_lie_by_neuron():
             return None
         shape, tables, biases = (self.num_experts, self.size), {}, {}
         for role in self.names:
@@ -232,6 +232,23 @@ class SplitFFN(CustomLayer):
         down = self.linear("down").weight.unflatten(1, (self.num_experts, self.size)).permute(1, 2, 0)
         output = F.grouped_mm(residual, down, offs=ends)
         return torch.empty_like(output).index_copy_(0, order, output).view(*chosen.shape, -1).sum(1, dtype=wide(rows))
+
+    def lie_by_rows(self, *, for_good: bool = False) -> None:
+        """Lay the down matrix as on disk, as optimizers and FSDP take it: both hold more in that order.
+
+        Args:
+            for_good: whether it stays so, without the kernels that read it by neuron. FSDP fills the same memory anew
+                in every pass.
+        """
+        self._stays |= for_good
+        if not (down := self.linear("down").weight).is_contiguous():
+            with torch.inference_mode(False):
+                down.data = down.data.contiguous()
+
+    def _can_lie_by_neuron(self) -> bool:
+        """Whether the down matrix lies by neuron, or may be laid so."""
+        down = self.linear("down").weight
+        return down.t().is_contiguous() or not (self._stays or down.is_inference())
 
     def _by_neuron(self) -> Tensor:
         """W2 as `[intermediate, hidden]`, contiguous: from then on it lies so in memory, in the shape that it had."""

@@ -133,9 +133,8 @@ class NeuronExperts(Numbered, SplitFFN):
             )
         self.keep, self.kept = keep, kept
         self._cached.clear()  # of a matrix that is laid elsewhere nothing must be held
-        if kept == self.num_experts and not (down := self.linear("down").weight).is_contiguous():
-            with torch.inference_mode(False):
-                down.data = down.data.contiguous()
+        if kept == self.num_experts:
+            self.lie_by_rows()
 
     @torch.no_grad()
     def scores(self, rows: Tensor) -> Tensor:
@@ -249,8 +248,10 @@ class NeuronExperts(Numbered, SplitFFN):
         return found[1]
 
     def train(self, mode: bool = True) -> Self:
-        """Switch between training and evaluation, and drop what was cached for evaluation."""
+        """Switch between training and evaluation, and drop what was made for evaluation."""
         self._cached.clear()
+        if mode:
+            self.lie_by_rows()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -264,6 +264,23 @@ def test_weights_can_be_changed_after_use() -> None:
     check()
 
 
+def test_a_look_between_steps_does_not_change_them() -> None:
+    """Few tokens lay a matrix out by neuron, while a fused optimizer holds what it knows of it by rows."""
+    trained = []
+    for looks in (False, True):
+        experts = build("llama").float()
+        optimizer = torch.optim.AdamW(experts.ffn.parameters(), lr=0.01, fused=True)
+        for _ in range(3):
+            experts.train()(inputs(5).float()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if looks:
+                with torch.no_grad():
+                    experts.eval()(inputs(1).float())
+        trained.append(experts.linear("down").weight.detach())
+    torch.testing.assert_close(trained[1], trained[0])
+
+
 def test_the_order_of_a_fixed_selection_can_be_changed_after_use() -> None:
     experts, rows = build(selector="fixed"), inputs(3)
     for _ in range(2):
