@@ -88,27 +88,59 @@ def test_who_is_not_refused_ends_with_who_is(crash: Any, dense: Any, data: Path,
     assert not told["said"][1]
 
 
+@pytest.fixture
+def check_sharded(run_cli: Any, crash: Any, data: Path, tmp_path: Path) -> Any:
+    """`check_sharded(source, held_out)`: two processes that hold a half of the model each train it as one process does,
+    and evaluate it so after every step."""
+
+    def check(source: Path, held_out: Path) -> None:
+        job = (
+            "tune",
+            source,
+            "--data",
+            data,
+            "--eval-data",
+            held_out,
+            *SHORT,
+            "--steps",
+            4,
+            "--eval-every",
+            1,
+            "--json",
+        )
+        one = run_cli(*job[:2], tmp_path / "one", *job[2:], "--batch-size", 2, "--json")
+        assert one.code == 0, one.stderr
+        two = crash(tmp_path / "two", (*job, "--batch-size", 1, "--json"), ranks=2, environment=FSDP)
+        assert two["codes"] == [0, 0], two["stderr"]
+        losses = [[point["eval_loss"] for point in told["curve"]] for told in (one.json, json.loads(two["stdout"]))]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+        before, first, second = (tensors_of(path) for path in (source, tmp_path / "one", tmp_path / "two"))
+        changed = [name for name, tensor in first.items() if not tensor.equal(before[name])]
+        assert len(changed) > 10
+        for name in changed:
+            assert (second[name] - first[name]).norm() <= 0.02 * (first[name] - before[name]).norm(), name
+
+    return check
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [("--keep", 0.5), ("--keep", 0.5, "--experts", 8), ("--keep", 1.0)])
 def test_moefied_models_are_sharded(
-    run_cli: Any, crash: Any, dense: Any, moefy: Any, data: Path, tmp_path: Path, options: tuple[object, ...]
+    check_sharded: Any, dense: Any, moefy: Any, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
     """Also where few tokens are evaluated between steps, for which kernels would lay matrices out anew."""
-    source, few = moefy(dense("llama"), *options).path, tmp_path / "few.jsonl"
-    few.write_text("".join(f'{{"text": "{word}"}}\n' for word in ("lo mi", "ka", "re su")))
-    job = ("tune", source, "--data", data, "--eval-data", few, *SHORT, "--steps", 4, "--eval-every", 1, "--json")
-    one = run_cli(*job[:2], tmp_path / "one", *job[2:], "--batch-size", 2)
-    assert one.code == 0, one.stderr
-    two = crash(tmp_path / "two", (*job, "--batch-size", 1), ranks=2, environment=FSDP)
-    assert two["codes"] == [0, 0], two["stderr"]
-    evaluated = [[point["eval_loss"] for point in told["curve"]] for told in (one.json, json.loads(two["stdout"]))]
-    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
-    before, first, second = (tensors_of(path) for path in (source, tmp_path / "one", tmp_path / "two"))
-    changed = [name for name, tensor in first.items() if not tensor.equal(before[name])]
-    assert len(changed) > 10
-    assert all((second[name] - first[name]).norm() <= 0.02 * (first[name] - before[name]).norm() for name in changed), (
-        "the same steps, to rounding"
-    )
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(f'{{"text": "{words}"}}\n' for words in ("lo mi", "ka", "re su")))
+    check_sharded(moefy(dense("llama"), *options).path, few)
+
+
+@pytest.mark.exhaustive
+def test_codes_that_embeddings_and_head_share_are_sharded(
+    check_sharded: Any, compress: Any, dense: Any, upcycle: Any, data: Path
+) -> None:
+    tied = upcycle(dense("llama-wide-heads"), "--experts", 4).path
+    included = "--include", "attention,embeddings", "--group-size", 16
+    check_sharded(compress(tied, "--method", "quantize", "--bits", 4, *included).path, data)
 
 
 def test_one_is_asked_to_stop(crash: Any, dense: Any, data: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ writing makes the module an ordinary one. Only writing to a part that was read b
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +60,23 @@ class Placeholder(nn.Parameter):
 
 
 class CodedWeight(nn.Parameter):
-    """The matrix `[out, in]` of a module of codes, decoded when it is computed with. Made at every access."""
+    """The matrix `[out, in]` of a module of codes, decoded when it is computed with. Made when it is read, and anew if
+    nobody holds it any more; tied modules give the same one."""
 
     module: HoldsCodes
     placeholder: nn.Parameter
 
     @classmethod
     def of(cls, module: HoldsCodes, placeholder: nn.Parameter) -> "CodedWeight":
-        """The weight of a module, in the dtype and on the device of its placeholder."""
+        """The weight of a module, in the dtype and on the device of its placeholder, which tied modules share."""
         with torch.no_grad():
             made = placeholder.detach().expand(module.matrix_shape()).as_subclass(cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            held = _HELD.get(id(placeholder))
+            if held is not None and held.placeholder is placeholder and held.is_set_to(made):
+                return held
         made.module, made.placeholder = module, placeholder
+        _HELD[id(placeholder)] = made
         return made
 
     def assign(self, matrix: Tensor) -> None:
@@ -117,6 +124,9 @@ class CodedWeight(nn.Parameter):
                 return matrix
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_plain(args), **_plain(dict(kwargs)))
+
+
+_HELD: WeakValueDictionary[int, CodedWeight] = WeakValueDictionary()  # by their placeholders
 
 
 def _plain(value: Any) -> Any:

@@ -106,6 +106,18 @@ def test_a_head_that_is_tied_has_nothing_of_its_own() -> None:
     torch.testing.assert_close(tied["head"](inputs(2)) - bias(), 2 * (expected - bias()))
 
 
+def test_tied_modules_have_one_weight_as_long_as_somebody_holds_it() -> None:
+    """accelerate compares them, to have both in one group of FSDP."""
+    tied = model()
+    embedding, head = tied["embedding"], tied["head"]
+    embedding.is_filled = head.is_filled = True
+    held = head.weight
+    assert embedding.weight is held
+    tied.to(torch.bfloat16)
+    assert embedding.weight is not held
+    assert head.weight.dtype == torch.bfloat16
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["copied", "pickled", "moved"])
 def test_tables_are_made_anew(how: str) -> None:
