@@ -153,11 +153,14 @@ def check_countable(source: Source, *, custom: bool = False) -> None:
     is_ordinary = spec is not None and {key: entry[key] for key in entry if entry[key]} == custom_entry(spec)
     if "quantization_config" in config and not is_ordinary:
         name = source.checkpoint.source
-        made = (
-            f"moetool export {name} NEW --format dense-experts" if reader.layouts else "moetool upcycle --target FAMILY"
-        )
+        if not reader.layouts:
+            raise UsageError(
+                f"{name} has its experts in moetool's own module. There, experts are removed by their numbers alone: "
+                "--method drop-experts --drop NUMBERS."
+            )
         raise UsageError(
-            f"{name} is a moetool checkpoint. The number of experts is changed in an ordinary one, as {made} writes it."
+            f"{name} is a moetool checkpoint. The number of experts is changed in an ordinary one, as moetool export "
+            f"{name} NEW --format dense-experts writes it."
         )
     for layer in reader.moe_layers:
         block = architecture.block_prefix(layer)

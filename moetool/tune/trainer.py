@@ -193,6 +193,10 @@ class MoETrainer(Trainer):
         self.log(found)
         return found
 
+    def forget_evaluation(self) -> None:
+        """Evaluate anew when asked again at the same step: the model has got other weights since."""
+        self._evaluated = None
+
     def _require_finite(self, loss: Tensor) -> None:
         if not torch.isfinite(loss):
             step = self.state.global_step

@@ -27,6 +27,7 @@ from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
 from moetool.tune.costs import TRAIN
 from moetool.tune.examples import Example, collate, pack
+from moetool.tune.lora import merge_lora
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
 from moetool.tune.results import Training
@@ -45,7 +46,8 @@ def train(
     held_out: Sequence[Example] | None,
     teacher: Teacher | None = None,
 ) -> tuple[Training, dict[str, Tensor] | None]:
-    """Train what requires gradients, or go on where an interrupted run stopped.
+    """Train what requires gradients, or go on where an interrupted run stopped. Factors are then merged and quantized
+    layers exact again, if this process has the whole model, so that what is evaluated in the end is what is written.
 
     Returns:
         What is worth telling, and the weights by their names in memory where the model that was given has them in parts
@@ -109,6 +111,9 @@ def train(
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer.restore(last, steps)
             job.interrupt.check()
+        if not trainer.is_sharded and (options.quantize_base != "none" or options.lora_rank is not None):
+            merge_lora(model, job.source.checkpoint)
+            trainer.forget_evaluation()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
             with phase(job.progress, "Evaluate"):

@@ -217,3 +217,11 @@ def test_tuning_trains_differences_biases_and_the_shared_one(
     assert any("experts.down_proj_bias" in name for name in changed) is (family == "phi")
     assert not any("attn" in name for name in changed)
     assert relative_error(logits(tmp_path / "tuned", tokens), logits(made.path, tokens)) > 1e-4
+
+
+def test_its_experts_are_removed_by_number_alone(run_cli: Any, moe: Any, calibration: Any, tmp_path: Path) -> None:
+    refused = run_cli("compress", moe("phi"), tmp_path / "out", "--method", "reap", "--experts", 3, *calibration)
+    assert refused.code == 2
+    assert "moetool's own module" in refused.stderr
+    advised = refused.stderr.split(": ")[-1].rstrip(".\n").replace("NUMBERS", "1").split()
+    assert run_cli("compress", moe("phi"), tmp_path / "out", *advised).code == 0

@@ -590,6 +590,20 @@ def test_factors_beside_the_experts_of_a_mixtral(tuned: Any, tiny_mixtral: Path)
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", [(), ("--lora-rank", 2), ("--eval-every", 2)])
+def test_what_is_evaluated_in_the_end_is_what_is_written(
+    tuned: Any, dense: Any, upcycle: Any, tiny_text: Path, options: tuple[object, ...]
+) -> None:
+    """Not the quantized layers, which only the training has."""
+    source = upcycle(dense("llama", hidden_size=64, intermediate_size=128), *PESC).path
+    output, told = tuned(source, "--steps", 2, "--quantize-base", "nf4", "--eval-data", tiny_text, *options)
+    again = tuned(output, "--steps", 1, "--learning-rate", 1e-30, "--eval-data", tiny_text)[1]
+    assert told["eval_loss"] == pytest.approx(again["eval_loss"], abs=1e-5)
+    assert told["curve"][-1]["eval_loss"] == pytest.approx(told["eval_loss"], abs=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("which", "kind"),
     sampled(product(("pesc", "simoe", "dense"), ("nf4", "int8")), [("pesc", "nf4"), ("simoe", "int8")]),
