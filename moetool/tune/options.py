@@ -147,7 +147,8 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
         None,
         gt=0,
         description=f"Peak of the schedule; scales of codes take {SCALES_TIMES:g} times that, but with --train lora as "
-        f"much [default: {TUNE_RATE:g}; {LORA_RATE:g} with --train lora].",
+        f"much [default: {TUNE_RATE:g}; {LORA_RATE:g} with --train lora, and where only low-rank factors, PESC's "
+        "adapters and routers are trained].",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="How the learning rate falls.")
     warmup: Part = Field(0.03, ge=0, lt=1, description="Share of the steps in which it rises.")
@@ -155,13 +156,6 @@ class TuneOptions(LogOptions, MaskOptions, TeacherOptions, BalanceOptions, Train
     gradient_checkpointing: bool = Field(False, description="Less memory for a third more time.")
     bf16: bool = Field(False, description="Compute in bfloat16; weights stay in fp32 while they are trained.")
     seed: int = Field(0, ge=0, lt=2**63, description="Order of the data.")
-
-    @property
-    def peak_rate(self) -> float:
-        """Peak of the learning rate's schedule: what was given, or the default."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return LORA_RATE if self.train == "lora" else TUNE_RATE
 
     @property
     def scales_times(self) -> float:

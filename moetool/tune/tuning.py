@@ -30,6 +30,7 @@ from moetool.tune.examples import Example, collate, pack
 from moetool.tune.lora import merge_lora
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
 from moetool.tune.options import TuneOptions
+from moetool.tune.rates import peak_rate
 from moetool.tune.results import Training
 from moetool.tune.teacher import Teacher
 from moetool.tune.trainer import LOGGED, MoETrainer, Reporter, keeps_apart, last_checkpoint, recompute_activations
@@ -76,10 +77,12 @@ def train(
     steps = options.steps or math.ceil(math.ceil(batches / options.accumulation) * options.epochs)
     if options.gradient_checkpointing and options.train != "lora":  # which does so by itself
         recompute_activations(model)
-    constraint, routers, rate = _constraint(model, options, steps), Routers(model), options.balance_bias
+    constraint, routers, moved = _constraint(model, options, steps), Routers(model), options.balance_bias
+    rate = peak_rate(model, routers, options)
     job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come
     with quiet():
-        arguments = _arguments(str(work), options, steps, on_cpu=job.device.type == "cpu", evaluates=bool(held_out))
+        on_cpu = job.device.type == "cpu"
+        arguments = _arguments(str(work), options, steps, rate, on_cpu=on_cpu, evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
         began = time.monotonic()
@@ -91,11 +94,11 @@ def train(
                 eval_dataset=[[example] for example in held_out] if held_out else None,
                 data_collator=collate,
                 callbacks=[Reporter(job)],
-                optimizers=_optimizers(model, options, steps),
+                optimizers=_optimizers(model, options, steps, rate),
                 routers=routers,
                 top_k=experts_per_token(model),
                 balance=options.balance_weight,
-                bias_balance=None if rate is None else BiasBalance(model, routers, rate),
+                bias_balance=None if moved is None else BiasBalance(model, routers, moved),
                 z=options.z,
                 interpolation=interpolation_of(model),
                 constraint=constraint,
@@ -158,13 +161,13 @@ def mask_rates(options: TuneOptions, steps: int) -> tuple[float, float]:
 
 
 def _optimizers(
-    model: "PreTrainedModel", options: TuneOptions, steps: int
+    model: "PreTrainedModel", options: TuneOptions, steps: int, rate: float
 ) -> tuple[Optimizer | None, LRScheduler | None]:
     """Optimizer and schedule: the Trainer's own, unless there are masks, whose rate is another and stays as it is."""
     if _constraint(model, options, steps) is None:
         return None, None
     groups = parameter_groups(model, mask_rates(options, steps)[0], options.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.999), eps=1e-8)
     scheduler = get_scheduler(options.schedule, optimizer, _warmup_steps(options, steps), steps)
     scheduler.lr_lambdas[1] = lambda step: 1.0
     return optimizer, scheduler
@@ -175,7 +178,9 @@ def _warmup_steps(options: TuneOptions, steps: int) -> int:
     return min(math.ceil(options.warmup * steps), steps - 1)
 
 
-def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, evaluates: bool) -> TrainingArguments:
+def _arguments(
+    output: str, options: TuneOptions, steps: int, rate: float, *, on_cpu: bool, evaluates: bool
+) -> TrainingArguments:
     several = processes() > 1
     arguments = TrainingArguments(
         output_dir=output,
@@ -184,7 +189,7 @@ def _arguments(output: str, options: TuneOptions, steps: int, *, on_cpu: bool, e
         gradient_accumulation_steps=options.accumulation,
         num_train_epochs=options.epochs,
         max_steps=options.steps or -1,
-        learning_rate=options.peak_rate,
+        learning_rate=rate,
         lr_scheduler_type=options.schedule,
         warmup_steps=_warmup_steps(options, steps),
         weight_decay=options.weight_decay,

@@ -560,6 +560,32 @@ def test_factors_on_the_rest_of_pesc(tuned: Any, pesc: Path, tokens: Tensor) -> 
     assert told["trained_parameters"] == factors + sum(before[name].numel() for name in experts)
 
 
+@pytest.mark.parametrize(
+    ("which", "options", "rate"),
+    [
+        ("pesc", (), 2e-4),
+        ("pesc", ("--lora-rank", 2), 2e-4),
+        ("pesc", ("--train", "all"), 2e-5),
+        ("pesc", ("--learning-rate", 1e-3), 1e-3),
+        ("dense", ("--lora-rank", 2), 2e-4),
+        ("dense", (), 2e-5),
+        ("vanilla", ("--lora-rank", 2), 2e-5),
+        ("vanilla", ("--train", "lora"), 2e-4),
+        ("simoe", (), 2e-5),
+    ],
+)
+def test_what_begins_at_zero_learns_at_a_rate_of_its_own(
+    run_cli: Any, dense: Any, upcycle: Any, data: Path, tmp_path: Path, which: str, options: Any, rate: float
+) -> None:
+    """Unless one is given, or weights are trained with it."""
+    made = {**METHODS, "vanilla": ("--experts", 4)}
+    source = dense("llama") if which == "dense" else upcycle(dense("llama"), *made[which]).path
+    always = ("--sequence-length", 64, "--batch-size", 2, "--log-every", 1, "--steps", 4, "--schedule", "constant")
+    told = run_cli("tune", source, tmp_path / "out", "--data", data, *always, "--warmup", 0, *options, "--json")
+    assert told.code == 0 or which == "simoe", told.stderr
+    assert f"learning_rate {rate:.4g}" in told.stderr
+
+
 def test_factors_follow_from_the_seed(tuned: Any, pesc: Path) -> None:
     """And not from what was drawn before in the same process."""
     found = []
