@@ -1,6 +1,7 @@
 """Proof of a result before it can be loaded: one of its layers, loaded as users will load it, against its files."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -63,13 +64,18 @@ def _proved(made: Checkpoint, source: Checkpoint, memory: int | None, progress: 
     from moetool.runtime.loading import run_experts_of_any_width
     from moetool.runtime.one_layer import load_layer
 
-    try:
+    family = dense = None
+    with suppress(InvalidInputError):
         family = None if is_opaque(made.config) else architecture_of(made.settings)
-    except InvalidInputError:
-        family = None  # dense
+    if family is None:
+        with suppress(InvalidInputError):
+            dense = find_dense_architecture(made.settings)
     reader = None if family is None else ExpertReader(decoded(made), family)
     layer = 0 if reader is None else _most_kinds(reader)
-    prefix = (family or find_dense_architecture(made.settings)).layer_prefix(layer)
+    if (known := family or dense) is None:  # tune trains models that no other command knows
+        load_layer(made, None, torch.float32, source.tensors)
+        return LoadedLayer(layer)
+    prefix = known.layer_prefix(layer)
     needed = _COPIES * sum(
         info.nbytes // info.dtype.itemsize * (4 if info.dtype.is_floating_point else info.dtype.itemsize)
         for name, info in made.tensors.items()

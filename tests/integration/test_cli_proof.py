@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, load_whole
 from sampling import sampled
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.checkpoint.gguf_model import GgufModel
 from moetool.export.gguf.model import GgufSource
@@ -47,6 +48,29 @@ def test_upcycled_and_exported_models_are_loaded(
     assert exported.json["loaded"]["relative_error"] <= 1e-5
     plain = run_cli("export", tmp_path / "mixture", tmp_path / "expert", "--format", "dense", "--expert", 0, "--json")
     assert plain.json["loaded"] == {"layer": 0}  # a dense model: names and shapes
+
+
+UNKNOWN = {
+    "mamba": {"state_size": 4},
+    "rwkv": {"attention_hidden_size": 32},
+    "bitnet": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "llama4_text": {"intermediate_size": 48, "intermediate_size_mlp": 48, "num_attention_heads": 4, "head_dim": 8,
+                    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sampled(UNKNOWN, ("mamba", "llama4_text")))
+def test_models_that_only_tune_takes_are_loaded_by_their_names(
+    run_cli: Any, save_model: Any, tiny_text: Path, tmp_path: Path, family: str
+) -> None:
+    """Of which moetool knows neither networks nor experts."""
+    config = AutoConfig.for_model(family, vocab_size=288, hidden_size=32, num_hidden_layers=2, **UNKNOWN[family])
+    source = save_model(AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    options = ("--data", tiny_text, "--steps", 1, "--batch-size", 1, "--sequence-length", 32)
+    tuned = run_cli("tune", source, tmp_path / "tuned", *options, "--json")
+    assert tuned.code == 0, tuned.stderr
+    assert tuned.json["loaded"] == {"layer": 0}
+    load_whole(tmp_path / "tuned")
 
 
 def _refused(run_cli: Any, source: Path, output: Path, calibration: Any, *options: object) -> str:
