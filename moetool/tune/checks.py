@@ -69,7 +69,7 @@ def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Learning:
         UsageError: the model has nothing of what they ask for.
         InvalidInputError: transformers cannot build the model.
     """
-    from moetool.tune.choice import choose_for, trained_parameters
+    from moetool.tune.choice import choose_for, decoded_at_once, decoded_numbers, trained_parameters
     from moetool.tune.low_rank import adapted, factor_numbers
     from moetool.tune.task_experts import routed_experts
 
@@ -78,16 +78,19 @@ def trained_by(options: TuneOptions, checkpoint: Checkpoint) -> Learning:
         layers = routed_experts(model)
         return Learning(sum(parameter.numel() for layer in layers for parameter in layer.experts.parameters()))
     frozen, numbers = choose_for(model, options), trained_parameters(model)
+    by_layer = decoded_numbers(model)
+    again = options.gradient_checkpointing or options.train == "lora"
+    decoded = decoded_at_once(model) + (max(by_layer.values(), default=0) if again else by_layer.total())
     if options.rank is None:
-        return Learning(numbers)
+        return Learning(numbers, decoded=decoded)
     if options.train != "lora":
         sides = sum(sum(model.get_submodule(name).get_parameter("weight").shape) for name in frozen)
-        return Learning(numbers + options.rank * sides)
+        return Learning(numbers + options.rank * sides, decoded=decoded)
     changed = Counter[str]()
     for name, shape in adapted(model, options.rank).items():
         numbers += factor_numbers(shape, options.rank)
         changed[decoder_layer(name)] += shape.numel()
-    return Learning(numbers, max(changed.values(), default=0))
+    return Learning(numbers, max(changed.values(), default=0), decoded)
 
 
 def _check_task_experts(options: TuneOptions) -> None:

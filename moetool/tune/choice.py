@@ -1,14 +1,18 @@
 """Choice of the parameters that `moetool tune` trains: all, the experts and their routers, or none for adapters
 alone."""
 
+import math
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from moetool.architectures.described import language_model_in
+from moetool.architectures.layers import decoder_layer
 from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
+from moetool.runtime.modules.quantized import QuantizedLinear
 from moetool.runtime.modules.quantized_in_model import quantized_modules
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
@@ -64,8 +68,9 @@ def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
         train = "none" if options.lora_rank is not None and not has_experts(model) else "experts"
     choose(model, train, freeze_shared=options.freeze_shared)
     frozen = frozen_linears(model)
-    if options.rank is not None and not frozen:
-        raise UsageError(f"{asked}: no linear layer is left that is not trained itself.")
+    if not frozen and (options.rank is not None or options.quantize_base != "none"):
+        asked = asked if options.rank is not None else "--quantize-base"
+        raise UsageError(f"{asked}: no linear layer is left that is not trained itself, or stored as codes.")
     return frozen
 
 
@@ -96,6 +101,37 @@ def choose(model: "PreTrainedModel", train: Train, *, freeze_shared: bool) -> in
 def trained_parameters(model: nn.Module) -> int:
     """Number of elements in all parameters that require gradients."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def decoded_numbers(model: nn.Module) -> Counter[str]:
+    """Numbers that a model decodes from codes for all tokens and keeps for the way back, by layer (`decoder_layer`):
+    matrices of linear layers beside the experts, and of bases; where scales are trained, also what these multiply."""
+    found = Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            shapes, scales = [module.matrix_shape()], [*module.stored.parameters()]
+        elif isinstance(module, SharedBaseExperts):
+            layout, scales = module.layout, [*module.base_parameters()]
+            shapes = [layout.base_shape(role) for role, _ in layout.compact_bases() if layout.has_base(role)]
+        else:
+            continue
+        times = 1 + any(parameter.requires_grad for parameter in scales)
+        found[decoder_layer(name)] += times * sum(map(math.prod, shapes))
+    return found
+
+
+def decoded_at_once(model: nn.Module) -> int:
+    """Numbers that are made of the codes of the largest expert while it is trained: what scales multiply, matrices, and
+    gradients of these. Those of one expert are in memory at a time."""
+    return max(
+        (
+            3 * module.layout.shape.expert_parameters
+            for module in model.modules()
+            if isinstance(module, SharedBaseExperts)
+            and any(name.endswith("codes") for name, _ in module.named_buffers())
+        ),
+        default=0,
+    )
 
 
 def _experts_only(model: nn.Module, *, in_full: bool) -> None:

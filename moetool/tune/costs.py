@@ -28,10 +28,12 @@ class Learning(NamedTuple):
         numbers: how many, those of low-rank factors among them; with `--train task-experts`, whose choice the examples
             make, at most.
         changed: with `--train lora`, how many numbers the matrices of the largest layer have that are changed.
+        decoded: how many numbers made of codes are in memory at once.
     """
 
     numbers: int
     changed: int = 0
+    decoded: int = 0
 
 
 def weights_memory(
@@ -42,17 +44,17 @@ def weights_memory(
     Args:
         checkpoint: of the model.
         learning: what is trained of it, in fp32, with its gradient and two means of Adam.
-        dtype: of what is not.
+        dtype: of what is not. Codes stay as they are stored.
         layers: of how many what is made of their matrices is in memory at once.
         streams: whether only one layer is in memory beside what is trained and what is in no layer.
     """
-    numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    made = layers * (_MADE * dtype.itemsize + _PIECES) * learning.changed
-    if not learning.changed:
-        return dtype.itemsize * numbers + (16 - dtype.itemsize) * learning.numbers
-    if not streams:
-        return dtype.itemsize * numbers + 16 * learning.numbers + made
     memory = loading_memory(checkpoint, dtype)
+    held = memory.needed - memory.layer
+    made = layers * (_MADE * dtype.itemsize + _PIECES) * learning.changed + dtype.itemsize * learning.decoded
+    if not learning.changed:
+        return held + (16 - dtype.itemsize) * learning.numbers + made
+    if not streams:
+        return held + 16 * learning.numbers + made
     return memory.outside + 2 * memory.layer + 16 * learning.numbers + made
 
 

@@ -6,8 +6,10 @@ import pytest
 from kinds import save_kind
 from transformers import AutoModelForCausalLM
 
+from moetool.errors import UsageError
 from moetool.runtime.modules.experts import SharedBaseExperts
-from moetool.tune.choice import choose
+from moetool.tune.choice import choose, choose_for
+from moetool.tune.options import TuneOptions
 
 
 @pytest.mark.parametrize("kind", ["low-rank", "trellis"])
@@ -27,3 +29,12 @@ def test_a_base_is_left_alone_in_whatever_form(kind: str, tmp_path: Path) -> Non
     assert trained
     assert any(".moetool.base." in name for name in frozen) == (kind == "trellis")
     assert any(name.endswith("down_proj") for name in trained) == (kind == "low-rank")
+
+
+def test_nothing_is_held_quantized_where_no_linear_layer_is_left(tmp_path: Path) -> None:
+    """All are trained, or stored as codes: the option would do nothing."""
+    path = save_kind("beside", tmp_path)
+    assert choose_for(AutoModelForCausalLM.from_pretrained(path), TuneOptions(data="text.txt", quantize_base="nf4"))
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(UsageError, match="--quantize-base: no linear layer is left that is not trained itself"):
+        choose_for(whole, TuneOptions(data="text.txt", quantize_base="nf4", train="all"))
