@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,19 @@ class _Described:
         return _Described, ()
 
 
+class _Unwritable(dict[str, str]):
+    """In the place of what cannot be described: raises its error when it is written, and not when peft looks at the
+    config of a model that it has not finished with."""
+
+    def __init__(self, error: InvalidInputError) -> None:
+        super().__init__(error=str(error))
+        self._error = error
+
+    def items(self) -> NoReturn:
+        """Raise the error: this is how a dictionary is turned into JSON."""
+        raise self._error
+
+
 class MoetoolConfig(QuantizationConfigMixin):
     """The `quantization_config` of a moetool checkpoint, as it was read, but for modules that are dense now."""
 
@@ -88,16 +101,16 @@ class MoetoolConfig(QuantizationConfigMixin):
         self.format_version = version_of(self.__dict__)
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry for `config.json`, of what the model holds now.
-
-        Raises:
-            InvalidInputError: the model could not be read again.
-        """
+        """The entry for `config.json`, of what the model holds now. If that could not be read again, writing the entry
+        raises `InvalidInputError`."""
         entry: dict[str, Any] = super().to_dict()
         entry.pop("_described", None)
         beside = entry.get(BESIDE)
         if (model := self._described()) is not None and isinstance(beside, dict):
-            coded = still_quantized(model)
+            try:
+                coded = still_quantized(model)
+            except InvalidInputError as error:
+                return {**entry, BESIDE: _Unwritable(error)}
             entry[BESIDE] = {name: beside[name] for name, path in paths_in(model, beside).items() if path in coded}
         return entry
 

@@ -117,6 +117,29 @@ def test_safe_merging_and_adapters_that_read_the_matrix(included: Path) -> None:
     assert distance(logits(adapter.merge_and_unload(safe_merge=True)), expected) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_a_tied_head_that_is_trained_in_full(included: Path, tmp_path: Path) -> None:
+    """Copied for it, it has a matrix of its own: its codes are those of the embedding, which stay."""
+    model = load(included)
+    before = logits(model)
+    adapter: Any = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    head = dict(adapter.named_parameters())["base_model.model.lm_head.modules_to_save.default.weight"]
+    assert head.requires_grad
+    assert head.shape == (model.config.vocab_size, model.config.hidden_size)
+    torch.testing.assert_close(logits(adapter), before, rtol=1e-4, atol=1e-4)
+    check_adapter(adapter, before)
+    with torch.no_grad():
+        head -= 0.1 * head.grad / head.grad.norm()
+    expected = logits(adapter)
+    with quiet():
+        adapter.save_pretrained(tmp_path / "adapter")
+        again = peft.PeftModel.from_pretrained(load(included), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), expected)
+    merged = adapter.merge_and_unload()  # which unties the config
+    assert distance(logits(merged), expected) < 1e-5
+    assert distance(logits(saved(merged, tmp_path / "merged")), expected) < 1e-5
+
+
 def test_the_adapters_of_transformers(included: Path) -> None:
     model = load(included)
     before = logits(model)

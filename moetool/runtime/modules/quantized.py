@@ -1,5 +1,6 @@
 """Linear layers and embeddings beside the experts that are stored as codes, and run on these."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,6 +76,17 @@ class QuantizedModule(nn.Module, ABC):
         super()._apply(fn, recurse)
         self._keep_placeholder()
         return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        """A copy. A tied module that is copied by itself, as for `modules_to_save` of peft, becomes an ordinary one:
+        its codes are another module's, which it would neither save nor train."""
+        is_alone = not memo
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if self.is_tied and is_alone:
+            made._turn_dense(self.matrix())
+        return made
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

@@ -103,7 +103,10 @@ def still_quantized(model: "PreTrainedModel") -> set[str]:
     Raises:
         InvalidInputError: a head and an embedding that the config ties are not tied, or the head's codes are gone.
     """
-    found = {name.removesuffix(".base_layer"): module for name, module in quantized_modules(model)}
+    found = {
+        name.removesuffix(".base_layer").removesuffix(".original_module"): module
+        for name, module in quantized_modules(model)
+    }
     heads = {head for module in found.values() for head in module.tied}
     free = {name for name, module in found.items() if module.is_tied}
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
