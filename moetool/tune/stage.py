@@ -350,7 +350,7 @@ class Tune(Stage[TuneOptions, AnySource]):
 
         source = self.source.checkpoint
         if self.options.lora_rank is not None or self.options.quantize_base != "none":
-            merge_lora(model, source)
+            merge_lora(model, source)  # of a model that was trained in parts
         config = patch_config(source.config)
         interpolation = interpolation_of(model)
         if interpolation is not None and interpolation.trains_masks:
