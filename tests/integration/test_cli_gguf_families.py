@@ -35,6 +35,15 @@ Made = Callable[[str], Path]
 TURNED = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 LONG_ROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+PUBLISHED_GPT_OSS = {
+    **YARN,
+    "rope_theta": 1.5e5,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 HALF_TURNED = {**TURNED, "partial_rotary_factor": 0.5}
 MODELS = (*GGUF_MODELS, *DENSE_GGUF_MODELS, *AROUND_DENSE)
 DENSE_STRUCTURES = ("gemma3", "phi3-partial", "gpt2", "qwen3_vl/qwen3_vl_text", "mistral3/ministral3-long")
@@ -345,6 +354,29 @@ def test_llama_cpp_computes_the_same(run_cli: Any, model: Made, tmp_path: Path, 
     expected = with_table(load(model(name)))(tokens[None]).logits[0]
     own = 5e-4 if name.startswith(_WITH_GELU) else 1e-4
     assert (found - expected).norm() < own * expected.norm()
+
+
+def test_yarn_that_ends_between_channels_is_a_note(run_cli: Any, model: Any, tmp_path: Path) -> None:
+    for name, rope in (("between", PUBLISHED_GPT_OSS), ("rounded", {**PUBLISHED_GPT_OSS, "truncate": True})):
+        result = export(run_cli, model("gpt_oss", rope_parameters=rope), tmp_path / name)
+        assert ("rounds where YaRN begins and ends" in result.stderr) == (name == "between")
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
+def test_llama_cpp_computes_gpt_oss_as_published_but_for_where_yarn_ends(
+    run_cli: Any, model: Any, tmp_path: Path
+) -> None:
+    source = model("gpt_oss", head_dim=64, rope_parameters=PUBLISHED_GPT_OSS, max_position_embeddings=131072)
+    assert export(run_cli, source, tmp_path / "out", "--type", "f32").code == 0
+    tokens = torch.randint(288, (200,), generator=torch.Generator().manual_seed(0))
+    found = logits_in_llama_cpp(tmp_path / "out" / "model.gguf", tokens)
+    between = load(source)(tokens[None]).logits[0]
+    config = json.loads((source / "config.json").read_text())
+    config["rope_parameters"]["truncate"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    rounded = load(source)(tokens[None]).logits[0]
+    assert (found - rounded).norm() < 1e-4 * rounded.norm()
+    assert (found - between).norm() > 1e-3 * between.norm()
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="wants llama-cpp-python, which compiles llama.cpp")
