@@ -1,5 +1,6 @@
 """Options that many commands share, as frozen pydantic models. Command line and YAML are both generated from these."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
@@ -199,12 +200,15 @@ class SizeOptions(Options):
         """The option that says how small the weight files are to be, as typed: `--ratio 0.4` or `--size 20.0 GB`."""
         return f"--ratio {self.ratio:g}" if self.size is None else f"--size {format_bytes(self.size)}"
 
-    def target_limits(self, least: int, original: int) -> str:
-        """What the option that was typed can be, as a clause, where weight files of `original` bytes can have `least`
-        bytes."""
+    def target_limits(self, least: int, original: int, present: int | None = None) -> str:
+        """What the option that was typed can be, as a clause, where weight files that once had `original` bytes can
+        have `least` bytes, and have `present` bytes now (`original` by default)."""
+        now = original if present is None else min(present, original)
         if self.size is not None:
-            return f"--size must be at least {format_least_bytes(least)}"
-        return f"--ratio must be above 0 and at most {format_most_share(1 - least / original)}"
+            most = f" and at most {format_bytes(now)}" if now < original else ""
+            return f"--size must be at least {format_least_bytes(least)}{most}"
+        above = math.ceil((1 - now / original) * 1000) / 1000
+        return f"--ratio must be above {above:g} and at most {format_most_share(1 - least / original)}"
 
 
 class RunOptions(Options):

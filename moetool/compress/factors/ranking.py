@@ -120,15 +120,20 @@ def least_routed(tokens: Tensor, count: int) -> frozenset[int]:
     return frozenset(tokens.argsort(stable=True)[:count].tolist())
 
 
-def check_ratio(options: SizeOptions, least: int, original: int, stored: str = "") -> None:
-    """Raise `UsageError` with the possible range if weight files of `original` bytes, `stored` in a format (" in FP8"),
-    cannot be made smaller by the ratio of the options: `least` bytes remain at any rank."""
-    if options.ratio is None or not 0 < options.ratio <= 1 - least / original:
-        raise UsageError(
-            f"{options.target_option} is not possible here: of {format_bytes(original)}{stored}, "
-            f"{format_least_bytes(least)} are shared bases and tensors that are not experts, so "
-            f"{options.target_limits(least, original)}."
-        )
+def check_ratio(options: SizeOptions, least: int, original: int, stored: str = "", present: int | None = None) -> None:
+    """Raise `UsageError` with the possible range if weight files that had `original` bytes, `stored` in a format
+    (" in FP8"), before anything was compressed cannot be made smaller by the ratio of the options: `least` bytes remain
+    at any rank, and they have `present` bytes by now (`original` by default)."""
+    now = original if present is None else min(present, original)
+    share = options.ratio
+    if share is not None and 0 < share <= 1 - least / original and round(original * (1 - share)) <= now:
+        return
+    left = f" before anything was compressed {format_bytes(now)} are left, and of these" if now < original else ","
+    limits = "no rank makes it smaller" if least > now else options.target_limits(least, original, now)
+    raise UsageError(
+        f"{options.target_option} is not possible here: of {format_bytes(original)}{stored}{left} "
+        f"{format_least_bytes(least)} are shared bases and tensors that are not experts, so {limits}."
+    )
 
 
 def fit_layouts(

@@ -1,6 +1,5 @@
 """Plans and writing of low-rank factors, which `svd-compress`, `compress --method d2moe` and others share."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -284,16 +283,8 @@ def factor_plan(
     every = min(reader.shape.hidden, reader.shape.intermediate)  # directions: nothing is lost
     largest, note = size(every, options.trim), None
     if options.ratio is not None:
-        check_ratio(options, size(0), original, checkpoint.in_format)
+        check_ratio(options, size(0), original, checkpoint.in_format, checkpoint.weight_bytes)
         output = round(original * (1 - options.ratio))
-        if output > checkpoint.weight_bytes:
-            reached = math.ceil((1 - checkpoint.weight_bytes / original) * 1000) / 1000
-            more = f"--ratio above {reached:g}" if options.size is None else "a smaller --size"
-            raise UsageError(
-                f"{options.target_option} is of the {format_bytes(original)} that the model had before anything was "
-                f"compressed: the result would have {format_bytes(output)}, {checkpoint.source} has "
-                f"{format_bytes(checkpoint.weight_bytes)}. Give {more}."
-            )
         if options.trim:
             output, note = min(output, largest), _trim_note(options, largest, original)
     else:

@@ -204,6 +204,19 @@ def test_impossible_ratios_come_with_the_range(ratio: float) -> None:
         check_ratio(SizeOptions.model_construct(ratio=ratio), least=300, original=1000)
 
 
+@pytest.mark.parametrize("ratio", [0.3, 0.59, 0.7001])
+def test_the_range_of_what_is_compressed_already_has_both_ends(ratio: float) -> None:
+    """A share is of what the model had at first; a result is no larger than its input."""
+    with pytest.raises(UsageError, match=r"of 1\.0 kB .* 400 B are left, .* 300 B .* above 0\.6 and at most 0\.7\.$"):
+        check_ratio(SizeOptions(ratio=ratio), least=300, original=1000, present=400)
+    check_ratio(SizeOptions(ratio=0.65), least=300, original=1000, present=400)
+    check_ratio(SizeOptions(ratio=0.1), least=300, original=1000, present=1600)
+    with pytest.raises(UsageError, match=r"at least 300 B and at most 400 B\.$"):
+        check_ratio(SizeOptions.model_construct(size=500, ratio=0.5), least=300, original=1000, present=400)
+    with pytest.raises(UsageError, match=r"no rank makes it smaller\.$"):
+        check_ratio(SizeOptions(ratio=ratio), least=500, original=1000, present=400)
+
+
 def test_an_impossible_size_comes_with_the_smallest() -> None:
     with pytest.raises(UsageError, match=r"^--size 200 B is not possible .* so --size must be at least 300 B\.$"):
         check_ratio(SizeOptions.model_construct(size=200, ratio=0.8), least=300, original=1000)
