@@ -117,26 +117,64 @@ def test_safe_merging_and_adapters_that_read_the_matrix(included: Path) -> None:
     assert distance(logits(adapter.merge_and_unload(safe_merge=True)), expected) < 1e-5
 
 
+@pytest.fixture(scope="module")
+def untied(compress: Any, make_mixtral: Any, save_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head and embeddings are stored in codes of their own."""
+    source = save_model(make_mixtral(tie_word_embeddings=False), tmp_path_factory.mktemp("untied") / "model")
+    options = ("--method", "quantize", "--bits", 8, "--rounding", "nearest", "--include", "attention,embeddings")
+    path: Path = compress(source, *options).path
+    return path
+
+
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
-def test_a_tied_head_that_is_trained_in_full(included: Path, tmp_path: Path) -> None:
-    """Copied for it, it has a matrix of its own: its codes are those of the embedding, which stay."""
-    model = load(included)
+@pytest.mark.parametrize(
+    ("is_tied", "names"),
+    [
+        (True, ["lm_head"]),
+        (True, ["embed_tokens", "lm_head"]),
+        (False, ["lm_head"]),
+        (False, ["embed_tokens"]),
+        (False, ["embed_tokens", "lm_head"]),
+        (False, ["q_proj"]),
+    ],
+)
+def test_layers_of_codes_that_are_trained_in_full(
+    included: Path, untied: Path, is_tied: bool, names: list[str], tmp_path: Path
+) -> None:
+    """Copied for it, each has a matrix; the codes of others stay, those of an embedding that a head is tied to, too."""
+    path = included if is_tied else untied
+    model = load(path)
     before = logits(model)
-    adapter: Any = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    head = dict(adapter.named_parameters())["base_model.model.lm_head.modules_to_save.default.weight"]
-    assert head.requires_grad
-    assert head.shape == (model.config.vocab_size, model.config.hidden_size)
+    adapter: Any = adapted(model, target_modules=["v_proj"], modules_to_save=names, task_type="CAUSAL_LM")
+    trained = {name: own for name, own in adapter.named_parameters() if ".modules_to_save." in name}
+    assert {name.split(".")[-4] for name in trained} == set(names)
+    assert all(own.requires_grad and name.endswith(".weight") for name, own in trained.items())
     torch.testing.assert_close(logits(adapter), before, rtol=1e-4, atol=1e-4)
     check_adapter(adapter, before)
     with torch.no_grad():
-        head -= 0.1 * head.grad / head.grad.norm()
+        for own in trained.values():
+            own -= 0.1 * own.grad / own.grad.norm()
     expected = logits(adapter)
     with quiet():
         adapter.save_pretrained(tmp_path / "adapter")
-        again = peft.PeftModel.from_pretrained(load(included), tmp_path / "adapter")
+        again = peft.PeftModel.from_pretrained(load(path), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), expected)
     merged = adapter.merge_and_unload()  # which unties the config
     assert distance(logits(merged), expected) < 1e-5
+    assert distance(logits(saved(merged, tmp_path / "merged")), expected) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_a_head_whose_embedding_alone_was_trained_in_full(included: Path, tmp_path: Path) -> None:
+    """It keeps the codes of the old one, which no file would have: it says so, and what gives it a matrix."""
+    adapter: Any = adapted(load(included), target_modules=["v_proj"], modules_to_save=["embed_tokens"])
+    with torch.no_grad():
+        adapter.get_input_embeddings().weight[3:8] = 0
+    expected, merged = logits(adapter), adapter.merge_and_unload()
+    merged.config.tie_word_embeddings = False
+    with pytest.raises(InvalidInputError, match=r"model.lm_head = copy.deepcopy\(model.lm_head\)"):
+        merged.save_pretrained(tmp_path / "lost")
+    merged.lm_head = copy.deepcopy(merged.lm_head)
     assert distance(logits(saved(merged, tmp_path / "merged")), expected) < 1e-5
 
 

@@ -78,13 +78,13 @@ class QuantizedModule(nn.Module, ABC):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        """A copy. A tied module that is copied by itself, as for `modules_to_save` of peft, becomes an ordinary one:
-        its codes are another module's, which it would neither save nor train."""
-        is_alone = not memo
+        """A copy. A module that is copied by itself, as for `modules_to_save` of peft, becomes an ordinary one, whose
+        whole matrix can be trained: codes take no gradients, and a tied module's are another's."""
+        is_alone, state = not memo, self.__getstate__()
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        if self.is_tied and is_alone:
+        made.__setstate__(copy.deepcopy({**state, "tied": [], "_owner": ()} if is_alone else state, memo))
+        if is_alone:
             made._turn_dense(self.matrix())
         return made
 

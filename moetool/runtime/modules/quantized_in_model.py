@@ -118,10 +118,10 @@ def still_quantized(model: "PreTrainedModel") -> set[str]:
                 "Call model.tie_weights() for one matrix, or set model.config.tie_word_embeddings = False for two."
             )
     if lost := [name for name, module in found.items() if module.is_tied and module not in heads]:
-        raise InvalidInputError(
-            f"{lost[0]} has no codes of its own, and what it is tied to was replaced. Call model.tie_weights() to tie "
-            "it to that."
-        )
+        does = f"model.{lost[0]} = copy.deepcopy(model.{lost[0]}) gives it the matrix that it had"
+        if lost[0] not in free:
+            does = "Call model.tie_weights() to tie it to that"
+        raise InvalidInputError(f"{lost[0]} has no codes of its own, and what it is tied to was replaced. {does}.")
     if free:
         raise InvalidInputError(
             f"{min(free)} has no codes of its own, and the config no longer ties it to the embedding, whose codes it "

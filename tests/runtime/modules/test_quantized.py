@@ -141,7 +141,7 @@ def test_what_moves_its_weight_leaves_a_placeholder(how: str) -> None:
     layer = QuantizedLinear(stored(), None)
     matrix, layer.is_filled = layer.matrix(), True
     if how == "copied":
-        layer = copy.deepcopy(layer)
+        [layer] = copy.deepcopy(nn.ModuleList([layer]))
     elif how == "unpickled":
         layer = pickle.loads(pickle.dumps(layer))
     elif how == "moved by torch":
@@ -205,7 +205,7 @@ def test_embeddings_with_a_part_of_their_own() -> None:
         ordinary.embed_scale.fill_(3.0)
     expected = ordinary(tokens)
     torch.testing.assert_close(embedding(tokens), expected)
-    for copied in (copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
+    for copied in (*copy.deepcopy(nn.ModuleList([embedding])), pickle.loads(pickle.dumps(embedding))):
         copied.double()
         assert copied.embed_scale.dtype == torch.float64
         torch.testing.assert_close(copied(tokens).float(), expected)
@@ -214,9 +214,9 @@ def test_embeddings_with_a_part_of_their_own() -> None:
     assert embedding.embed_norm.weight.grad is not None
     assert embedding.padding_idx == 23
     embedding.is_filled = True
-    turned = copy.deepcopy(embedding)
+    [turned] = copy.deepcopy(nn.ModuleList([embedding]))
     turned.become_dense(turned.matrix())
-    for dense in (turned, embedding.dense(embedding.matrix())):
+    for dense in (turned, copy.deepcopy(embedding), embedding.dense(embedding.matrix())):
         assert type(dense) is Normalized
         assert dense.state_dict().keys() == ordinary.state_dict().keys()
         assert dense.padding_idx == 23
