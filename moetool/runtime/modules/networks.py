@@ -96,10 +96,10 @@ class SplitFFN(CustomLayer):
         """
         linear = self.ffn.get_submodule(self.names[role])
         if not isinstance(linear, nn.Linear):
-            kind = type(linear)
+            kind, own = type(linear), [*dict.fromkeys(self.names.values())]
             raise TypeError(
-                f"{self.names[role]} is a {kind.__module__}.{kind.__name__}: its neurons cannot be taken apart. "
-                "Leave it out of what adapters are put on (target_modules)."
+                f"{self.names[role]} is a {kind.__module__}.{kind.__name__}: its neurons cannot be taken apart. Put "
+                f"adapters on other layers: peft leaves these out with exclude_modules={own}."
             )
         return linear
 
