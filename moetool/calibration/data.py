@@ -35,7 +35,9 @@ TEMPERATURES = (0.7, 1.0)  # of that text, where none is given: windows take tur
 _HOTTEST = 2.0
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
+_LOGGER = logging.getLogger(__name__)
 _LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that are looked at beforehand
+_ENDINGS = 5  # of files that are skipped, which are named
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
     if spec.is_bundled:
         yield from _separated([text] for kind in kinds(spec.config) for text in texts(kind))
     elif path.is_dir():
-        files = data_files(path)
+        files = _files_of(path, TEXT_SUFFIXES)
         if not files:
             raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
         yield from _separated(_file_text(file, spec.column) for file in files)
@@ -170,16 +172,17 @@ def iter_text(spec: DataSpec) -> Iterator[str]:
         yield from _separated([text] for text in _documents(spec))
 
 
-def check_data(data: str, *, own: bool = False) -> None:
-    """Look at the beginning of every source of a DATA argument: at names alone of what is on the hub. The model's `own`
-    text is for jobs that calibrate.
+def check_data(data: str, *, own: bool = False) -> tuple[DataSpec, ...]:
+    """Every source of a DATA argument, after a look at its beginning: at names alone of what is on the hub. The model's
+    `own` text is for jobs that calibrate.
 
     Raises:
         UsageError: it cannot be parsed, or is the model's own text where there is none.
         InvalidInputError: a source is missing, unreadable, empty or of an unknown kind, lacks the column, or has a name
             that no data set of the hub can have.
     """
-    for spec in parse_data(data):
+    specs = parse_data(data)
+    for spec in specs:
         path = local_path(spec.source)
         if spec.is_self and own:
             continue
@@ -189,26 +192,27 @@ def check_data(data: str, *, own: bool = False) -> None:
         elif path.exists():
             if not (files := data_files(path)):
                 raise InvalidInputError(f"The folder {path} has no {', '.join(TEXT_SUFFIXES)} files.")
-            for file in files[:_LOOKED_AT]:
-                _check_file(file, spec.column)
-            if not any(file.stat().st_size for file in files):
-                raise InvalidInputError(f"{spec.source} is empty: it holds no record and no text.")
+            found = [_check_file(file, spec.column) for file in files[:_LOOKED_AT]]
+            if not any(found) and not any(file.stat().st_size for file in files[_LOOKED_AT:]):
+                raise InvalidInputError(f"{spec.source} has no text. Blanks and line breaks are none.")
         elif looks_local(spec.source) or path.suffix in TEXT_SUFFIXES:
             raise InvalidInputError(f"No such file or folder: {spec.source}.")
         else:
             check_repository(spec.source)
+    return specs
 
 
-def _check_file(file: Path, column: str | None) -> None:
-    """Raise `InvalidInputError` for a file without the column, of which the first record is read, or for parquet the
-    schema; a `.jsonl` file that is one large array is left to the job."""
-    if file.suffix == ".parquet" and file.stat().st_size:
+def _check_file(file: Path, column: str | None) -> bool:
+    """Whether a file holds text, for parquet any bytes. Raises `InvalidInputError` for one without the column, of which
+    the first record is read, or for parquet the schema; a `.jsonl` file that is one large array is left to the job."""
+    size = file.stat().st_size
+    if file.suffix == ".parquet" and size:
         _columns(dict.fromkeys(_parquet(file).schema.to_arrow_schema().names, ""), str(file), column)
-        return
+        return True
     with reading(file), file.open("rb") as opened:
-        if file.suffix == ".jsonl" and opened.read(1) == b"[" and file.stat().st_size > _LARGE:
-            return
-    next(iter(_file_text(file, column)), None)
+        if file.suffix == ".jsonl" and opened.read(1) == b"[" and size > _LARGE:
+            return True
+    return any(map(str.strip, _file_text(file, column)))
 
 
 def _parquet(file: Path) -> "FileMetaData":
@@ -227,18 +231,33 @@ def data_files(path: Path) -> list[Path]:
     Raises:
         InvalidInputError: a folder cannot be read.
     """
-    if not path.is_dir():
-        return [path]
+    return [file for file in _files(path) if file.suffix in TEXT_SUFFIXES] if path.is_dir() else [path]
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files of a folder and those in it, sorted and without hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise InvalidInputError(f"Cannot read the folder {error.filename}: {error.strerror}.") from error
 
     found: list[Path] = []
-    for directory, folders, names in os.walk(path, onerror=refuse):
+    for directory, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = (Path(directory, name) for name in names if not name.startswith("."))
-        found += [file for file in files if file.suffix in TEXT_SUFFIXES and file.is_file()]
+        found += filter(Path.is_file, files)
     return sorted(found)
+
+
+def _files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files of a folder with these endings; how many have others is said."""
+    files = _files(folder)
+    if others := [file for file in files if file.suffix not in suffixes]:
+        endings = ", ".join(sorted({file.suffix or "no ending" for file in others})[:_ENDINGS])
+        _LOGGER.warning(
+            f"{folder}: {len(others)} of {len(files)} files are skipped ({endings}); "
+            f"those in {', '.join(suffixes)} are read."
+        )
+    return [file for file in files if file.suffix in suffixes]
 
 
 def _refuse_self(spec: DataSpec) -> None:
@@ -277,7 +296,7 @@ def records(spec: DataSpec) -> Iterator[Mapping[str, object]]:
     _refuse_self(spec)
     path = local_path(spec.source)
     if path.exists():
-        files = [file for file in data_files(path) if path.is_file() or file.suffix in RECORD_SUFFIXES]
+        files = [path] if path.is_file() else _files_of(path, RECORD_SUFFIXES)
         if not files or any(file.suffix not in RECORD_SUFFIXES for file in files):
             raise InvalidInputError(
                 f"{path} holds no records: give a {' or '.join(RECORD_SUFFIXES)} file, or a folder of them."

@@ -12,7 +12,7 @@ from torch import Tensor
 from moetool.architectures.base import whole_number
 from moetool.calibration.bundled import kinds
 from moetool.calibration.cutting import consecutive_windows, shuffled_windows
-from moetool.calibration.data import BUNDLED, DataSpec, iter_text, parse_data
+from moetool.calibration.data import BUNDLED, DataSpec, check_data, iter_text, parse_data
 from moetool.calibration.mixing import MixedSources, TextCounts, shared_out, taking_turns
 from moetool.calibration.opening import Bos, Tokenizer, opening_of
 from moetool.calibration.readable import BundledWindows, readable_text
@@ -234,7 +234,7 @@ def evaluation_texts(
     sequence_length -= len(opening)
     if limit is not None and limit < 1:
         raise UsageError(f"A limit of {limit} windows: give at least 1.")
-    specs = parse_data(data)
+    specs = check_data(data)
     if any(spec.weight != 1 for spec in specs):
         raise UsageError("Evaluation takes every window of the data: leave out the @weights.")
     most = None if limit is None else limit * sequence_length

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moetool.calibration import data
 from moetool.calibration import windows as cutting
-from moetool.calibration.data import DataSpec, iter_text, parse_data
+from moetool.calibration.data import DataSpec, check_data, iter_text, parse_data, records
 from moetool.calibration.mixing import shared_out
 from moetool.calibration.windows import (
     check_vocabulary,
@@ -464,10 +464,30 @@ def test_largest_remainder(samples: int, weights: list[float], shares: list[int]
 # Refusals
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
-def test_empty_text(tmp_path: Path, numbers: PreTrainedTokenizerBase, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"), [("x.txt", ""), ("x.jsonl", ""), ("x.txt", " \n" * 9), ("x.jsonl", '{"text": "\\n"}\n' * 9)]
+)
+def test_empty_text(tmp_path: Path, numbers: PreTrainedTokenizerBase, name: str, content: str) -> None:
+    source = write(tmp_path / name, content)
     with pytest.raises(InvalidInputError, match=rf"{name} has no text\."):
-        evaluation_windows(write(tmp_path / name, ""), numbers, sequence_length=4)
+        evaluation_windows(source, numbers, sequence_length=4)
+    with pytest.raises(InvalidInputError, match=rf"{name} has no text\."):
+        check_data(source)
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.txt", "a")
+    assert text_of(str(tmp_path)) == "a"
+    assert not caplog.records
+    write(tmp_path / ".hidden.md", "x")
+    write(tmp_path / "below" / "b.md", "b")
+    write(tmp_path / "LICENSE", "c")
+    write(tmp_path / "d.jsonl", '{"text": "d"}\n')
+    assert text_of(str(tmp_path)) == "a\n\nd"
+    assert len(list(records(DataSpec(str(tmp_path))))) == 1
+    told, other = caplog.messages
+    assert told.endswith("2 of 4 files are skipped (.md, no ending); those in .txt, .jsonl, .parquet are read.")
+    assert other.endswith("3 of 4 files are skipped (.md, .txt, no ending); those in .jsonl, .parquet are read.")
 
 
 def test_short_text_says_how_short(tmp_path: Path, numbers: PreTrainedTokenizerBase) -> None:

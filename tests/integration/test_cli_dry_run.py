@@ -317,7 +317,10 @@ def test_a_text_needs_words_and_a_tokenizer(
     empty.touch()
     for file in wordless.glob("tokenizer*"):
         file.unlink()
-    for source, text, said in ((tiny_mixtral, empty, "empty.txt is empty"), (wordless, tiny_text, "No tokenizer in")):
+    for source, text, said in (
+        (tiny_mixtral, empty, "empty.txt has no text"),
+        (wordless, tiny_text, "No tokenizer in"),
+    ):
         result = run_cli(name, source, tmp_path / "out", *options, option, text, "--dry-run")
         assert result.code == 3, result.stdout
         assert said in result.stderr
