@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from moetool.checkpoint.gguf_model import GgufModel
-from moetool.checkpoint.gguf_parts import first_part, parts_of
+from moetool.checkpoint.gguf_parts import first_part, is_gguf, parts_of
 from moetool.checkpoint.header import reading
 from moetool.checkpoint.names import CONFIG, INDEX, PICKLES, WORK_DIRECTORY
 from moetool.checkpoint.sizes import format_bytes
@@ -112,11 +112,6 @@ def _digest(file: Path) -> str:
                 stream.seek(position)
                 digest.update(stream.read(_SAMPLE))
     return digest.hexdigest()[:16]
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file, by its suffix."""
-    return path.suffix.lower() == ".gguf"
 
 
 def gguf_files(directory: Path) -> list[Path]:

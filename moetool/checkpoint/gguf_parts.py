@@ -8,6 +8,11 @@ from moetool.errors import InvalidInputError
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, by its suffix."""
+    return path.suffix.lower() == ".gguf"
+
+
 def first_part(file: Path) -> Path:
     """The file of a model that has its metadata: the first of its parts, or the file itself if that is no part."""
     return file if (found := _PART.fullmatch(file.name)) is None else _part(file, found, 1)

@@ -3,11 +3,9 @@
 import errno
 from pathlib import Path
 
-from moetool.checkpoint.gguf import converted, gguf_in, is_gguf
-from moetool.checkpoint.gguf_parts import whole_name
+from moetool.checkpoint.gguf_parts import is_gguf, whole_name
 from moetool.checkpoint.names import CONFIG
 from moetool.errors import InvalidInputError, ResourceError
-from moetool.format.gguf.words import MODEL
 
 # No pickles, no code and no weights in other formats ever leave the hub on our account.
 DOWNLOADED = [
@@ -40,6 +38,9 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
         InvalidInputError: no such directory, no such repository, or the hub cannot be reached.
         ResourceError: the disk is full.
     """
+    refuse_missing(source)
+    from moetool.checkpoint.gguf import converted, gguf_in  # loads torch, which a wrong path need not wait for
+
     path = local_path(source)
     if (file := gguf_in(path)) is not None:
         return converted(file, weights=weights)
@@ -47,11 +48,18 @@ def resolve_source(source: str | Path, *, weights: bool = True) -> Path:
         return path
     if path.exists():
         raise InvalidInputError(f"{source} is a file; give the directory of the checkpoint, or a .gguf file.")
+    return _download(str(source), DOWNLOADED if weights else [CONFIG])
+
+
+def refuse_missing(source: str | Path) -> None:
+    """Raise `InvalidInputError` for a checkpoint that is not there and has no name that a repository of the hub has."""
+    path = local_path(source)
+    if path.exists():
+        return
     if is_gguf(path):
         raise InvalidInputError(f"No such file: {source}. Files on the hub have to be downloaded first (hf download).")
     if isinstance(source, Path) or looks_local(source):
         raise InvalidInputError(f"No such directory: {source}. Give a checkpoint's directory or a hub id (owner/name).")
-    return _download(source, DOWNLOADED if weights else [CONFIG])
 
 
 def local_path(name: str | Path) -> Path:
@@ -82,6 +90,8 @@ def model_name(source: str) -> str:
     """What a model is called in titles and in names of what is made of it: the last part of its path or hub id, without
     the suffix of a GGUF file and the number of a part; its directory's if it has the name that `export` gives to all
     such files."""
+    from moetool.format.gguf.words import MODEL  # loads torch
+
     path = Path(source)
     if path.name == MODEL:
         path = path.absolute().parent

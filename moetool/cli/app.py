@@ -8,7 +8,8 @@ not in it, because its file is new, is imported at once.
 import importlib.util
 import json
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moetool.checkpoint.source import refuse_missing
 from moetool.cli.choosing import CHOICES, chosen, summary_of, typed_choice
 from moetool.cli.command import HintingCommand, command_of, from_record
 from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
-from moetool.errors import did_you_mean, option_of
+from moetool.errors import MoetoolError, did_you_mean, option_of
+from moetool.job.processes import is_first_process
 from moetool.stages import PLACES
 
 FILE = Path(__file__).with_name("options.json")
+_CHECKPOINTS = ("input", "model", "against", "to")  # parameters of commands
 Offer = Callable[[str], list[str]]
 
 
@@ -43,9 +47,24 @@ class FrontCommand(HintingCommand):
         ]
 
     def invoke(self, ctx: Any) -> Any:
+        if ctx.params.get("log_json") is None:  # which has the command's errors, too
+            _refuse_missing(ctx.params)
         command = imported(ctx.info_name, self.words)
         with command.make_context(ctx.info_name, list(self.words), parent=ctx.parent) as own:
             return command.invoke(own)
+
+
+def _refuse_missing(typed: Mapping[str, Any]) -> None:
+    """End the command for a checkpoint that is not there. The imports of a command take seconds."""
+    named = [typed[name] for name in _CHECKPOINTS if typed.get(name)]
+    try:
+        for source in named:
+            for each in [source] if isinstance(source, str) else source:
+                refuse_missing(each)
+    except MoetoolError as error:
+        if is_first_process():
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
 
 
 def imported(name: str, words: Sequence[str]) -> HintingCommand:

@@ -6,6 +6,7 @@ from pathlib import Path
 from reprlib import repr  # an alias of an alias of … is short as a file, and not as a message
 from typing import Any, TypeGuard
 
+from moetool.checkpoint.source import is_here, looks_local
 from moetool.checkpoint.yaml_files import read_yaml
 from moetool.errors import InvalidInputError, UsageError, did_you_mean
 
@@ -113,8 +114,6 @@ def _about_option(preset: str, said: str, typed: dict[str, object]) -> str:
 
 def _about_paths(preset: str, said: str) -> str:
     """What to add to an error that names a file of a preset which is not there; nothing to any other."""
-    from moetool.checkpoint.source import is_here, looks_local  # takes a second: for an error alone
-
     file, _, content = _load(preset)
     if not isinstance(content, dict):
         return ""

@@ -63,6 +63,10 @@ def test_help_is_the_commands_own(name: str) -> None:
         (("compress", "a"), 2, "OUTPUT"),
         (("eval", "a", "--windows", "many"), 2, "--windows"),
         (("list", "methds"), 2, "Did you mean methods?"),
+        (("compress", "./none", "b", "--ratio", "0.4"), 3, "No such directory: ./none."),
+        (("eval", "a", "/no/ne"), 3, "No such directory: /no/ne."),
+        (("repair", "a/b", "c", "--to", "../none"), 3, "No such directory: ../none."),
+        (("chat", "none.gguf"), 3, "No such file: none.gguf."),
     ],
 )
 def test_nothing_heavy_is_imported_for_them(arguments: tuple[str, ...], code: int, said: str) -> None:
