@@ -14,6 +14,7 @@ LORA_RANK = 16
 TUNE_RATE = 2e-5
 LORA_RATE = 2e-4
 SCALES_TIMES = 10.0  # measured: as much as low-rank factors take
+LEAST_MASK_STEPS = 4  # with fewer, a step at the default rate is as long as the way from an open mask to a closed one
 TEACHER_SHARE = 0.5
 BALANCE = 0.01
 

@@ -36,7 +36,7 @@ from moetool.runtime.loading import loading_memory
 from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, trained_by
 from moetool.tune.costs import Learning, training_phases, weights_memory
 from moetool.tune.low_rank import TOLD_OF_READING, streamed_as
-from moetool.tune.options import LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
+from moetool.tune.options import LEAST_MASK_STEPS, LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
 from moetool.tune.results import TuningResult
 
 if TYPE_CHECKING:
@@ -256,9 +256,11 @@ class Tune(Stage[TuneOptions, AnySource]):
         if told.mask_sparsity is not None and all_closed(model):
             job.workspace.discard()
             mask_rate, multiplier_rate = mask_rates(self.options, told.steps)
+            is_short = self.options.mask_learning_rate is None and told.steps < LEAST_MASK_STEPS
+            least = f" ({LEAST_MASK_STEPS} at least)" if is_short else ""
             raise VerificationError(
                 "All masks have closed: the result would be the model that it was made from. Its work is deleted: "
-                "with these options it could only end so. Start again with more --steps, or with a lower "
+                f"with these options it could only end so. Start again with more --steps{least}, or with a lower "
                 f"--mask-learning-rate or --multiplier-rate (here {told.steps}, {mask_rate:.3g} and "
                 f"{multiplier_rate:.3g})."
             )

@@ -474,6 +474,15 @@ def test_masks_that_have_all_closed_are_refused(run_cli: Any, simoe: Path, data:
     assert run_cli(*arguments, "--mask-learning-rate", 0.1).code == 0
 
 
+def test_how_many_steps_leave_masks_open_is_said(run_cli: Any, simoe: Path, data: Path, tmp_path: Path) -> None:
+    """At the default rate, which follows from their number."""
+    arguments = ("tune", simoe, tmp_path / "out", *SHORT, "--data", data)
+    few = run_cli(*arguments, "--steps", 3)
+    assert few.code == 5
+    assert "Start again with more --steps (4 at least), or" in few.stderr
+    assert run_cli(*arguments, "--steps", 4).code == 0
+
+
 def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Path, dense: Any, upcycle: Any) -> None:
     still = upcycle(dense("llama"), *PESC, "--dropout", 0).path
     for source in (still, simoe):
