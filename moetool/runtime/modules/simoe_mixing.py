@@ -226,7 +226,8 @@ class Interpolation(CustomLayer):
         return mixture.made("folded", site, lambda: site.folded(mixture.alpha[0]))
 
     def mixed(self, site: Site, like: Tensor) -> Tensor | None:
-        """`Σ_i α_i z_i` of a linear layer for its inputs `[batch, length, in]`, to be multiplied with them."""
+        """`Σ_i α_i z_i` of a linear layer, to be multiplied with its inputs: `[batch, length, in]`, with dimensions of
+        1 between the first two, or all tokens of the batch one after the other, `[batch · length, in]`."""
         compiled = self._compiled if torch.compiler.is_compiling() else None
         mixture = compiled or self.mixture
         if mixture is None:
@@ -237,7 +238,10 @@ class Interpolation(CustomLayer):
         else:  # once per prompt
             mixed = mixture.made("mixed", site, lambda: mix(alpha, site.gates()))
         mixed = mixed.to(like.dtype)
-        return mixed[:, None] if index is None else mixed[index.to(mixed.device)]
+        each = mixed[:, None] if index is None else mixed[index.to(mixed.device)]
+        if like.dim() == 2:
+            return each.expand(-1, len(like) // len(each), -1).flatten(0, 1)
+        return each.unflatten(0, (-1, *[1] * (like.dim() - 3)))
 
     def hold(self, alpha: Tensor) -> None:
         """Use this α `[1, experts]` for everything from now on, in all threads."""

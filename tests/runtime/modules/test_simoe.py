@@ -277,6 +277,18 @@ def pairs(*lengths: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+@pytest.mark.parametrize("family", ["llama", "opt", "youtu"])
+def test_rows_of_a_batch_score_as_each_does_alone(family: str, trained: MakeModel) -> None:
+    """Also where layers get all tokens one after the other (OPT), or heads beside the batch (latent attention)."""
+    model, texts = trained(family), 1 + torch.arange(21).view(3, 7) ** 2 % 280
+    with torch.no_grad():
+        alone = torch.cat([logits(model, text[None]) for text in texts])
+        assert relative_error(logits(model, texts), alone) < 1e-5
+        packed = {"input_ids": texts.view(1, -1), "position_ids": torch.arange(7).repeat(3)[None], "use_cache": False}
+        if family != "opt":  # whose attention does not tell texts in one row apart
+            assert relative_error(model(**packed).logits.view_as(alone), alone) < 1e-5
+
+
 @torch.no_grad()
 def test_answers_do_not_change_the_mixture(trained: MakeModel) -> None:
     model = trained()
