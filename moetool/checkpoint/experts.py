@@ -128,7 +128,7 @@ class ExpertReader:
         """The shared expert's matrices under their native names.
 
         Raises:
-            InvalidInputError: the family has none, or one of another width than the routed experts.
+            InvalidInputError: the family has none, or one of another form or width than the routed experts.
         """
         names = self._shared_expert_tensors(layer)
         if not names:
@@ -146,6 +146,12 @@ class ExpertReader:
                 )
             if found is None and not self.layout(layer).is_extended:
                 raise InvalidInputError(f"Tensor {spec.name} of the shared expert is missing.")
+        inside = f"{self.architecture.layer_prefix(layer)}{self.architecture.shared_expert_module}."
+        beside = (name for name in self.checkpoint.tensors if name.startswith(inside) and not name.endswith(".bias"))
+        if own := next((name for name in beside if name not in names), None):
+            raise InvalidInputError(
+                f"The shared expert cannot be stored on the base of the routed ones: it has {own} beside its matrices."
+            )
         return specs
 
     def _shared_expert_tensors(self, layer: int) -> dict[str, list[Role]]:

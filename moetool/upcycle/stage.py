@@ -123,6 +123,13 @@ class Upcycle(RoutedConversion[UpcycleT]):
         extended = self.start.shared_on_base
         if extended and self.spec.shared == "none":
             raise UsageError("--shared-expert: there is none without --shared half, xft or med.")
+        dense = self.dense.architecture
+        if extended and (dense.is_transposed or dense.kept):
+            why = "weights [in, out] (Conv1D)" if dense.is_transposed else "activations with numbers of their own"
+            raise UsageError(
+                f"--shared-expert: the networks of {dense.name} have {why}, which cannot be a delta to the base. "
+                "Leave it out."
+            )
         shape = self.spec.shape
         count = range(shape.experts + extended)
         return {

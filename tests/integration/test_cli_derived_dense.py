@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetool.runtime.modules.moefied import set_keep
 from moetool.runtime.modules.neuron_experts import NeuronExperts
+from moetool.runtime.synthesis import synthesize
 
 FOUR = ("--experts", 4)
 # Conv1D, a residual that the network adds, an activation with numbers, one that is spread over its layer, networks in
@@ -37,6 +38,45 @@ def test_upcycled_and_back(run_cli: Any, dense: Any, upcycle: Any, tokens: Tenso
     before, after = tensors_of(source), tensors_of(back)
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
+
+
+# A residual that the network adds, and a factor on what it gives.
+@pytest.mark.parametrize("family", ["bloom", "falcon_h1"])
+def test_a_shared_expert_on_the_base_is_the_whole_network(
+    run_cli: Any, dense: Any, upcycle: Any, tokens: Tensor, tmp_path: Path, family: str
+) -> None:
+    source = dense(family)
+    expected = logits(source, tokens)
+    on_base = upcycle(source, *FOUR, "--method", "ders-lowrank", "--shared", "xft", "--shared-expert").path
+    plain = upcycle(source, *FOUR, "--shared", "half", "--target", "moetool").path
+    assert run_cli("decompose", plain, tmp_path / "split", "--shared-expert").code == 0
+    for path in (on_base, tmp_path / "split"):
+        model = load_whole(path)
+        with torch.inference_mode():
+            assert relative_error(model(input_ids=tokens).logits, expected) < 1e-5
+            assert relative_error(synthesize(model)(input_ids=tokens).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("gpt2", "GPT2 have weights [in, out] (Conv1D)"), ("apertus", "Apertus have activations with numbers")],
+)
+def test_shared_experts_that_cannot_be_on_the_base(
+    run_cli: Any, dense: Any, upcycle: Any, tmp_path: Path, family: str, says: str
+) -> None:
+    options = (*FOUR, "--method", "ders-sparse", "--shared", "half", "--shared-expert")
+    result = run_cli("upcycle", dense(family), tmp_path / "out", *options, "--dry-run")
+    assert result.code == 2
+    assert (
+        f"--shared-expert: the networks of {family.replace('gpt2', 'GPT2').replace('apertus', 'Apertus')} have"
+        in result.stderr
+    )
+    assert says in result.stderr
+    plain = upcycle(dense(family), *FOUR, "--shared", "half", "--target", "moetool").path
+    result = run_cli("decompose", plain, tmp_path / "split", "--shared-expert")
+    assert result.code == 3
+    assert "The shared expert cannot be stored on the base of the routed ones" in result.stderr
+    assert not (tmp_path / "split").exists()
 
 
 def test_a_family_whose_layers_see_more_than_the_text(run_cli: Any, save_model: Any, tmp_path: Path) -> None:

@@ -154,11 +154,17 @@ class CustomMoELayer(Routed):
         result = F.dropout(self.experts(rows, chosen, weights.to(rows.dtype)), self.dropout, self.training)
         result = result if self.factor == 1.0 else result * self.factor
         if self.shared != "none":
-            share = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}[self.shared]
-            nothing = (torch.zeros_like(rows),) if self.adds else ()
-            result = result + share * self.shared_expert(rows, *nothing)
+            shares: dict[str, float | Tensor] = {"half": 0.5, "med": 1.0, "xft": (1 - largest).to(rows.dtype)}
+            result = result + shares[self.shared] * self._of_shared(rows)
         result = result.view_as(hidden_states)
         return result + residual[0] if self.adds else result
+
+    def _of_shared(self, rows: Tensor) -> Tensor:
+        """What the shared network gives: the family's own, or its matrices alone on the base of the routed ones, which
+        know of no factor and no residual."""
+        if isinstance(self.shared_expert, RoutedExperts):
+            return self.shared_expert(rows) * self.factor
+        return self.shared_expert(rows, *((torch.zeros_like(rows),) if self.adds else ()))
 
 
 def insert(model: "PreTrainedModel", dense: DenseArchitecture, spec: MoESpec) -> None:
