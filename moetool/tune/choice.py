@@ -68,8 +68,8 @@ def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
         train = "none" if options.lora_rank is not None and not has_experts(model) else "experts"
     choose(model, train, freeze_shared=options.freeze_shared)
     frozen = frozen_linears(model)
-    if not frozen and (options.rank is not None or options.quantize_base != "none"):
-        asked = asked if options.rank is not None else "--quantize-base"
+    if not frozen and (options.lora_rank is not None or options.quantize_base != "none") and train != "lora":
+        asked = "--lora-rank" if options.lora_rank is not None else "--quantize-base"
         raise UsageError(f"{asked}: no linear layer is left that is not trained itself, or stored as codes.")
     return frozen
 

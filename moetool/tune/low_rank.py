@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moetool.architectures.dense.networks import is_linear
 from moetool.architectures.described import language_model_in
 from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.reader import Checkpoint
@@ -44,7 +45,7 @@ def adapted(model: "PreTrainedModel", rank: int) -> dict[str, torch.Size]:
         if not decoder_layer(f"{name}.") or own or is_quantized(module) or is_selector(name):
             continue
         for inside, parameter in module.named_parameters(recurse=False):
-            is_matrix = isinstance(module, nn.Linear) and inside == "weight"
+            is_matrix = is_linear(module) and inside == "weight"
             is_several = "experts" in name and parameter.dim() == 3
             is_free = parameter.is_floating_point() and not (parameter.requires_grad or is_placeholder(parameter))
             if (is_matrix or is_several) and is_free and min(parameter.shape[-2:]) > rank:

@@ -114,7 +114,7 @@ def test_experts_that_are_deltas_are_trained_themselves(
         assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
 
 
-@pytest.mark.parametrize("made", ["phi", "moefied"])
+@pytest.mark.parametrize("made", ["phi", "gpt2", "moefied"])
 def test_experts_in_full_in_modules_of_moetools_own(
     run_cli: Any, dense: Any, upcycle: Any, tiny_text: Path, short_text: Path, tmp_path: Path, made: str
 ) -> None:
@@ -129,6 +129,7 @@ def test_experts_in_full_in_modules_of_moetools_own(
     before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
     changed = {name for name in before if not before[name].equal(after[name])}
     assert any(".mlp." in name for name in changed)
+    assert any("attn" in name for name in changed)
     for name in changed:
         rank = torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3)
         assert name.endswith("gate.weight") or rank.max() <= 2, name
@@ -147,6 +148,17 @@ def test_a_dense_model_gets_factors_alone(run_cli: Any, dense: Any, short_text: 
         assert changed == {name for name in before if name.endswith("_proj.weight")}
         found.append(result.json["trained_parameters"])
     assert found[0] == found[1]
+
+
+def test_matrices_that_lie_transposed_get_factors(run_cli: Any, dense: Any, short_text: Path, tmp_path: Path) -> None:
+    source = dense("gpt2")
+    result = run_cli("tune", source, tmp_path / "tuned", "--data", short_text, *SHORT, *LORA)
+    assert result.code == 0, result.stderr
+    before, after = tensors_of(source), tensors_of(tmp_path / "tuned")
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if ".h." in name and before[name].dim() == 2}
+    for name in changed:
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 2, name
 
 
 def test_the_default_rate_is_ten_times_that_of_numbers(
