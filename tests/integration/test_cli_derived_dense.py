@@ -107,7 +107,19 @@ def test_moefied(dense: Any, moefy: Any, run_cli: Any, tokens: Tensor, family: s
     assert run_cli("verify", made.path).code == 0
 
 
-def test_simoe_refuses_transposed_layers_before_the_job_begins(run_cli: Any, dense: Any, tmp_path: Path) -> None:
-    result = run_cli("upcycle", dense("gpt2"), tmp_path / "out", "--method", "simoe", "--dry-run")
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("gpt2", "SIMoE takes linear layers with weights [out, in], and those of GPT2 are [in, out] (Conv1D)"),
+        (
+            "jamba",
+            "SIMoE takes linear layers that are called, and Jamba computes with model.layers.0.mamba.dt_proj.weight",
+        ),
+    ],
+)
+def test_simoe_refuses_layers_before_the_job_begins(
+    run_cli: Any, dense: Any, tmp_path: Path, family: str, says: str
+) -> None:
+    result = run_cli("upcycle", dense(family), tmp_path / "out", "--method", "simoe", "--dry-run")
     assert result.code == 3
-    assert "SIMoE takes linear layers with weights [out, in], and those of GPT2 are [in, out] (Conv1D)" in result.stderr
+    assert says in result.stderr

@@ -51,6 +51,11 @@ class Simoe(Conversion[SimoeOptions]):
                 f"SIMoE takes linear layers with weights [out, in], and those of {architecture.name} are [in, out] "
                 "(Conv1D). Other methods of upcycle take it."
             )
+        if unread := next((name for name in self.dense.checkpoint.tensors if name.endswith("dt_proj.weight")), None):
+            raise InvalidInputError(
+                f"SIMoE takes linear layers that are called, and {architecture.name} computes with {unread} itself. "
+                "Other methods of upcycle take it."
+            )
         spec = SimoeSpec(
             experts=options.experts, router_width=options.router_width, sparsity=options.sparsity, channels=None
         )
