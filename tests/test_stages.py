@@ -209,7 +209,7 @@ class Stopped(Steps):
 def machine(bf16: float, fp32: float, call: float = 1e-5) -> Machine:
     """One that does so many multiply-adds per second."""
     return Machine(
-        products={"bfloat16": bf16, "float32": fp32, "float64": fp32 / 2},
+        products={"bfloat16": bf16, "float32": fp32, "float64": fp32 / 2, "widened": max(bf16 / 2, fp32)},
         eigen={96: 0.003, 384: 0.06},
         cholesky={96: 0.0002, 384: 0.003},
         moved=1e10,

@@ -108,9 +108,14 @@ def _precision(cost: CalibrationCost) -> Precision:
     return "bfloat16" if cost.itemsize == 2 else "float32"
 
 
+def _widened(cost: CalibrationCost) -> Precision:
+    """The precision of products in fp32 of what the model computes."""
+    return "widened" if cost.itemsize == 2 else "float32"
+
+
 def _gram_precision(cost: CalibrationCost) -> Precision:
     """The precision in which Gram matrices of rows of this dtype are multiplied."""
-    return "float32" if cost.itemsize == 2 else "float64"
+    return "widened" if cost.itemsize == 2 else "float64"
 
 
 def loading(size: ModelSize) -> Work:
@@ -221,15 +226,15 @@ def weights_again(size: ModelSize) -> Work:
 
 
 def fisher(cost: CalibrationCost, size: ModelSize) -> Work:
-    """The work of squaring the gradients of every expert's matrices window by window, in fp32 whatever the model runs
-    in, and of merging all experts by them."""
+    """The work of squaring the gradients of every expert's matrices window by window, and of merging all experts by
+    them."""
     if size.shape is None:
         return Work()
     shape = size.shape
     tokens = cost.samples * cost.length * shape.top_k * size.moe_layers
     reached = min(shape.experts, cost.length * shape.top_k) * cost.samples * size.moe_layers
     return merging(size) + Work(
-        products={"float32": COEFFICIENTS.narrow * tokens * shape.expert_parameters},
+        products={_widened(cost): COEFFICIENTS.narrow * tokens * shape.expert_parameters},
         moved=COEFFICIENTS.fisher_bytes * reached * shape.expert_parameters,
         calls=reached * len(shape.roles) * 6,
     )
@@ -245,7 +250,7 @@ def codes_beside(cost: CalibrationCost, layers: Sequence[Sequence[tuple[int, int
     """The work of summing the second moments of the inputs of matrices `[out, in]` beside the experts, those of a layer
     with inputs of one width together, and of choosing their codes by these."""
     inputs = sum(width**2 for matrices in layers for width in {columns for _, columns in matrices})
-    given = Work(products={"float32": COEFFICIENTS.narrow * cost.samples * cost.length * inputs / 2})
+    given = Work(products={_widened(cost): COEFFICIENTS.narrow * cost.samples * cost.length * inputs / 2})
     form = QuantizedMatrix(WHOLE, 0)
     return given + altogether(form.work(matrix, fed_back=True) for matrices in layers for matrix in matrices)
 
@@ -279,11 +284,11 @@ def input_grams(cost: CalibrationCost, size: ModelSize) -> Work:
     """The work of summing the second moments of the inputs of every matrix of every expert."""
     shape, routed = size.moe, _routed(cost, size)
     work = Work(
-        products={"float32": COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
+        products={_widened(cost): COEFFICIENTS.narrow * routed * (shape.hidden**2 + shape.intermediate**2) / 2},
         moved=COEFFICIENTS.gram_bytes * routed * (shape.hidden + shape.intermediate),
         calls=_batches(cost) * size.experts * 30,
     )
-    return work + _grams_in_sets(cost, size, "float32", down=keeps_each_down(shape))
+    return work + _grams_in_sets(cost, size, _widened(cost), down=keeps_each_down(shape))
 
 
 def _grams_in_sets(cost: CalibrationCost, size: ModelSize, precision: Precision, *, down: bool) -> Work:

@@ -19,7 +19,8 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from moetool.compiled.compiler import cache_directories
-from moetool.numerics.work import PRECISIONS, Precision, Work
+from moetool.numerics.precision import bf16_products, has_fast_bf16
+from moetool.numerics.work import PRECISIONS, TIMED_PRECISIONS, Precision, Work
 from moetool.runtime.memory import free_bytes
 
 _PRODUCT = {"cpu": 1024, "cuda": 4096}  # size of the matrices that are multiplied
@@ -48,7 +49,7 @@ class DeviceSpeeds:
         call: seconds that it takes to start one small operation.
     """
 
-    products: Annotated[dict[Precision, Measure], Field(min_length=len(PRECISIONS))]
+    products: Annotated[dict[Precision, Measure], Field(min_length=len(TIMED_PRECISIONS))]
     eigen: BySize
     cholesky: BySize
     moved: Measure
@@ -142,6 +143,11 @@ def measured_speeds(device: torch.device) -> DeviceSpeeds:
         square = torch.ones(n, n, dtype=getattr(torch, precision), device=device)
         # The second one turned round, as linear layers have it.
         products[precision] = n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
+    products["widened"] = products["float32"]
+    if kind == "cpu" and has_fast_bf16():
+        square = torch.ones(n, n)
+        with bf16_products():
+            products["widened"] = n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
     for n in _SOLVED[kind]:
         matrix = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
         gram = matrix @ matrix.T + torch.eye(n, dtype=torch.float64, device=device)

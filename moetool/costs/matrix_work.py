@@ -37,7 +37,7 @@ def spectrum(matrix: tuple[int, int], *, on_outputs: bool = False, whitened: boo
 def factorize(matrix: tuple[int, int], rank: float, *, on_outputs: bool = False, whitened: bool = True) -> Work:
     """The work of computing the leading `rank` directions of one delta `[out, in]`, in the norm that `spectrum`
     takes."""
-    image = _image(matrix, "coarse", on_outputs=on_outputs, whitened=whitened)
+    image = _image(matrix, "widened", on_outputs=on_outputs, whitened=whitened)
     return image + Work(
         products={"float32": matrix[0] * min(matrix) * rank}, eigen={min(matrix): COEFFICIENTS.eigenvectors}
     )

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-# "coarse" products may round what they multiply to bf16, and do where that is faster than fp32.
-Precision = Literal["bfloat16", "float32", "float64", "coarse"]
-PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")  # those whose speeds are measured
+# "widened" products are fp32's of numbers that bf16 holds, for which a processor may have something faster than fp32;
+# "coarse" ones may round what they multiply to bf16, and do where that is faster than fp32.
+Precision = Literal["bfloat16", "float32", "float64", "widened", "coarse"]
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "float64")
+TIMED_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "widened")
 SizeT = TypeVar("SizeT", int, Precision)
 
 

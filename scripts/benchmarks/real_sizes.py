@@ -24,11 +24,11 @@ from moetool.job.planning import plan_stage
 from moetool.stages import stages
 
 MEMORY = 24_000_000_000  # that jobs may use
-METHODS = {"d2moe": {"ratio": 0.4, "memory": MEMORY}, "hybrid": {"ratio": 0.75, "memory": MEMORY}}
+RATIOS = {"auto": 0.75, "d2moe": 0.4, "hybrid": 0.75}  # by method
 # One 80 GB card of the H100's kind: half of its published peak for products, a third of its memory's bandwidth, dense
 # eigen-solvers at a twentieth of its fp64 peak, and a local NVMe disk.
 ASSUMED = Machine(
-    products={"bfloat16": 2.5e14, "float32": 1.6e13, "float64": 1.6e13},
+    products={"bfloat16": 2.5e14, "float32": 1.6e13, "float64": 1.6e13, "widened": 1.6e13},
     eigen={1024: 0.08, 4096: 3.0},
     cholesky={1024: 0.002, 4096: 0.02},
     moved=1e12,
@@ -61,7 +61,7 @@ def planned(config: Path, method: str, **options: object) -> Plan:
     with tempfile.TemporaryDirectory() as directory:
         shutil.copy(config, Path(directory) / "config.json")
         kind = stages()[method]
-        chosen = kind.options_type(calibration="text.txt", **METHODS[method], **options)
+        chosen = kind.options_type(calibration="text.txt", ratio=RATIOS[method], memory=MEMORY, **options)
         return plan_stage(kind, directory, chosen)
 
 
@@ -72,7 +72,7 @@ def row(config: Path, method: str, samples: int, here: Machine) -> str:
     machines = [(plan, here), (quick, here), (quick, ASSUMED), (quick, many(ASSUMED, NODES, CARDS))]
     hours = [format_seconds(sum(own.seconds(phase.work) for phase in told.phases)) for told, own in machines]
     sizes = map(format_bytes, (plan.input_bytes, plan.memory_bytes, plan.scratch_bytes))
-    return f"| {config.stem} | `{method}` {METHODS[method]['ratio']:.0%} | {' | '.join(sizes)} | {' | '.join(hours)} |"
+    return f"| {config.stem} | `{method}` {RATIOS[method]:.0%} | {' | '.join(sizes)} | {' | '.join(hours)} |"
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
             "",
             "| model | method | size | memory | scratch | here, fp32 | here, bf16 | one card | 8 nodes of 8 cards |",
             "|---|---|---|---|---|---|---|---|---|",
-            *(row(config, method, samples, here) for config in options.configs for method in METHODS),
+            *(row(config, method, samples, here) for config in options.configs for method in RATIOS),
         ]
     publish(lines, options.output)
 

@@ -9,11 +9,11 @@ from pydantic import TypeAdapter
 
 from moetool.costs import machine
 from moetool.costs.machine import DeviceSpeeds, DiskSpeeds, Machine, this_machine
-from moetool.numerics.work import PRECISIONS, Work
+from moetool.numerics.work import TIMED_PRECISIONS, Work
 
 CPU = torch.device("cpu")
 SPEEDS = {
-    "products": {"bfloat16": 4e11, "float32": 4e10, "float64": 2e10},
+    "products": {"bfloat16": 4e11, "float32": 4e10, "float64": 2e10, "widened": 8e10},
     "eigen": {100: 0.001, 400: 0.016},
     "cholesky": {100: 0.0001},
     "moved": 1e10,
@@ -118,7 +118,7 @@ def test_a_real_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "_SOLVED", {"cpu": (8, 16)})
     speeds = machine.measured_speeds(CPU)
     assert CHECKED.validate_python(vars(speeds)) == speeds
-    assert (set(speeds.products), set(speeds.eigen)) == (set(PRECISIONS), {8, 16})
+    assert (set(speeds.products), set(speeds.eigen)) == (set(TIMED_PRECISIONS), {8, 16})
     monkeypatch.setattr(machine, "_DISK", 1 << 20)
     disk = machine.measured_disk(tmp_path)
     assert 0 < min(disk.read, disk.written) <= max(disk.read, disk.written) <= 1e12

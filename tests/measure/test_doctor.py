@@ -17,6 +17,7 @@ from moetool.compiled import compiler
 from moetool.costs.machine import Machine
 from moetool.measure import hardware
 from moetool.measure.doctor import EXTRAS, LEAST_BYTES, REQUIRED, doctor
+from moetool.numerics.work import PRECISIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ def test_all_is_here(tmp_path: Path, measured_machine: Machine) -> None:
     assert there.processor.threads == torch.get_num_threads()
     assert LEAST_BYTES < there.memory.free_bytes <= there.memory.total_bytes
     assert there.speed is not None
-    assert there.speed.products == measured_machine.products
+    assert there.speed.products == {dtype: measured_machine.products[dtype] for dtype in PRECISIONS}
     assert there.speed.eigen_seconds == pytest.approx(0.02 * (4096 / 400) ** 3)
     assert [room.path for room in found.disk if room.use == "results"] == [str(tmp_path / "not" / "there")]
     assert found.disk[0].free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
