@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import psutil
 import torch
 from pydantic import Field, TypeAdapter
 
@@ -30,6 +31,7 @@ _COPIED = {"cpu": 1 << 27, "cuda": 1 << 29}  # bytes that no cache holds
 _HASHED = 1 << 22
 _DISK = 1 << 25  # bytes that are written and read at most
 _SECONDS = 0.1  # that each kind of work may take, once it has been done twice
+_BUSY, _PASSING = 20, 3600  # per cent of the processors that others use; seconds that speeds beside them are kept for
 _FASTEST = 1e12  # bytes per second: what a clock that saw no time pass is taken to have seen
 
 
@@ -229,11 +231,17 @@ def measured_disk(directory: Path) -> DiskSpeeds:
 
 
 def _kept(kind: type[SpeedsT], key: Sequence[object], measure: Callable[[], SpeedsT], *, again: bool) -> SpeedsT:
-    """The speeds that were measured under that key before, or are measured now."""
+    """The speeds that were measured under that key before, or are measured now; those of a busy machine count for an
+    hour."""
     name = f"machine-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]}.json"
+    passing = f"busy-{name}"
     for folder in () if again else cache_directories():
-        with suppress(OSError, ValueError):  # pydantic's errors are of the second kind
-            return TypeAdapter(kind).validate_json((folder / name).read_bytes())
+        for file, longest in ((folder / name, math.inf), (folder / passing, _PASSING)):
+            with suppress(OSError, ValueError):  # pydantic's errors are of the second kind
+                if time.time() - file.stat().st_mtime < longest:
+                    return TypeAdapter(kind).validate_json(file.read_bytes())
+    if not again and psutil.cpu_percent(_SECONDS) > _BUSY:
+        name = passing
     speeds = measure()
     for folder in cache_directories():
         with suppress(OSError):

@@ -35,6 +35,7 @@ PROMPT, DECODED, BATCH = 384, 48, 8  # timed
 CONTEXT, STARTING = 512, 600  # positions; seconds that vLLM may take to load
 SHARED = "ders-quantize, 4 bits, shared expert"
 METHODS = {
+    "by default, 75 %": ("--ratio", "0.75"),
     "d2moe 40 %": ("--method", "d2moe", "--ratio", "0.4"),
     "hybrid 75 %": ("--method", "hybrid", "--ratio", "0.75"),
     "quantize, 2 bits, rotated": ("--method", "quantize", "--bits", "2", "--group-size", "64", "--rotate"),
@@ -44,7 +45,7 @@ METHODS = {
     SHARED: ("--method", "ders-quantize", "--bits", "4", "--shared-expert"),
 }
 TWICE = ", two processes"  # ends the name of a method whose experts two processes share
-TIMED = ("original", "hybrid 75 %")
+TIMED = ("original", "by default, 75 %", "hybrid 75 %")
 COMMON = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
 FAMILIES: Mapping[str, dict[str, object]] = {
     "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True},
@@ -77,7 +78,7 @@ FEW: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": ("original", SHARED, SHARED + TWICE),
     "glm4_moe": ("original", SHARED, SHARED + TWICE),
     "gpt_oss": ("original", "d2moe 40 %", "hybrid 75 %", "quantize, 2 bits, rotated", "hybrid 75 %" + TWICE),
-    "granitemoe": ("original", "hybrid 75 %"),
+    "granitemoe": ("original", "by default, 75 %", "hybrid 75 %"),
 }
 ALL = ("original", *(method for method in METHODS if method != SHARED), "hybrid 75 %" + TWICE)
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))

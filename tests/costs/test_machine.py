@@ -1,8 +1,11 @@
 """A machine is measured once; what is kept of that is read, unless it makes no sense."""
 
 import json
+import os
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -29,6 +32,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was measured, in order, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MOETOOL_MEASURE", "")
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 0.0)
     found: list[str] = []
 
     def speeds(device: torch.device) -> DeviceSpeeds:
@@ -94,6 +98,24 @@ def test_a_bad_file_is_measured_again(measured: list[str], tmp_path: Path, conte
 def test_measured_again_when_asked(measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this_machine(CPU, tmp_path)
     monkeypatch.setenv("MOETOOL_MEASURE", "again")
+    this_machine(CPU, tmp_path)
+    assert measured == ["cpu", "disk"] * 2
+
+
+def test_a_busy_machine_is_measured_again_after_an_hour(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 90.0)
+    for _ in range(2):
+        this_machine(CPU, tmp_path)
+    assert measured == ["cpu", "disk"]
+    for file in kept(tmp_path).values():
+        os.utime(file, (time.time() - 4000,) * 2)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 0.0)
+    this_machine(CPU, tmp_path)
+    assert measured == ["cpu", "disk"] * 2
+    for file in (tmp_path / "cache" / "moetool").iterdir():
+        os.utime(file, (time.time() - 40000,) * 2)
     this_machine(CPU, tmp_path)
     assert measured == ["cpu", "disk"] * 2
 
