@@ -57,7 +57,7 @@ class Block:
             first.shape[1],
             first.shape[0],
         )
-        self._address = ctypes.addressof(self._block)
+        self.address = ctypes.addressof(self._block)  #: of the struct `Block` of block.cpp
 
     def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of what the chosen experts give: `[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` →
@@ -67,7 +67,7 @@ class Block:
         chosen = chosen.to(torch.int64).contiguous()
         output = torch.empty_like(hidden)
         _kernel()(
-            self._address,
+            self.address,
             hidden.data_ptr(),
             NUMBERS[hidden.dtype],
             chosen.data_ptr(),

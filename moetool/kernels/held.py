@@ -48,11 +48,16 @@ class Held:
             and all(_are_same(own.derived(), before) for own, before in self._derived)
         )
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory blocks of all held tensors."""
+        return [tensor.untyped_storage() for tensor in self._all()]
+
     def memories(self) -> set[int]:
         """Addresses at which the memory blocks of all held tensors begin."""
-        stored = [*self._tensors]
-        stored += [tensor for _, derived in self._derived for tensor in derived]
-        return {tensor.untyped_storage().data_ptr() for tensor in stored}
+        return {storage.data_ptr() for storage in self.storages()}
+
+    def _all(self) -> list[Tensor]:
+        return [*self._tensors, *(tensor for _, derived in self._derived for tensor in derived)]
 
 
 def _are_same(now: Collection[object], before: Collection[object]) -> bool:

@@ -75,7 +75,7 @@ class TokenLayer:
         self, attention: SelfAttention, before: RootMeanSquare, after: RootMeanSquare, routing: TopKRouting | None
     ) -> None:
         """Note where everything lies; `before` and `after` are the norms before and after attention."""
-        self._routing = routing
+        self.routing = routing
         router = Projection() if routing is None else Projected(numbers(routing.matrix), None).structure()
         self._own = _Layer(
             attention.structure,
@@ -87,17 +87,17 @@ class TokenLayer:
             0 if routing is None else routing.top_k,
             routing is not None and routing.normalizes,
         )
-        self._address = ctypes.addressof(self._own)
+        self.address = ctypes.addressof(self._own)  #: of the struct `Layer` of projected.cpp
 
     def __call__(self, hidden: Tensor, cosine: Tensor, sine: Tensor, room: CacheRoom) -> Around:
         """Run one token `[1, 1, hidden]`, as `SelfAttention` does."""
         stream, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         chosen = weights = None
-        if self._routing is not None:
-            chosen = torch.empty(1, self._routing.top_k, dtype=torch.int64)
-            weights = torch.empty(1, self._routing.top_k)
+        if self.routing is not None:
+            chosen = torch.empty(1, self.routing.top_k, dtype=torch.int64)
+            weights = torch.empty(1, self.routing.top_k)
         _kernel()(
-            self._address,
+            self.address,
             hidden.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
@@ -112,8 +112,8 @@ class TokenLayer:
             threads(),
         )
         room.filled += 1
-        if weights is not None and self._routing is not None:
-            weights = weights.to(self._routing.dtype)
+        if weights is not None and self.routing is not None:
+            weights = weights.to(self.routing.dtype)
         return Around(stream, normed, chosen, weights)
 
 

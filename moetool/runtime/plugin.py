@@ -138,6 +138,7 @@ class MoetoolQuantizer(HfQuantizer):
         from moetool.runtime.attention import attend_by_kernels
         from moetool.runtime.modules.token_attention import attend_in_one_call
         from moetool.runtime.modules.token_layer import decode_in_few_calls
+        from moetool.runtime.modules.token_model import decode_in_one_call
 
         model = super().postprocess_model(model, **options)
         self._sparing.close()
@@ -145,6 +146,7 @@ class MoetoolQuantizer(HfQuantizer):
         multiply_by_kernels(model)
         attend_in_one_call(model)
         decode_in_few_calls(model)
+        decode_in_one_call(model)
         return model
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: object) -> None:

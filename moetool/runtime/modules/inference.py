@@ -149,7 +149,12 @@ class _Met:
 
 
 class KernelExperts:
-    """The routed experts of one layer, as they lay in memory when this was made."""
+    """The routed experts of one layer, as they lay in memory when this was made.
+
+    Attributes:
+        common: tensors that all experts have in common, as they lay.
+        each: those of every expert, where they are held one by one.
+    """
 
     def __init__(
         self,
@@ -164,8 +169,8 @@ class KernelExperts:
         are the tensors that all experts have in common, and then each one's, where the tables do not hold them."""
         self.roles, self._act_fn, self._channels, self._base_down = roles, act_fn, channels, base_down
         tables = [table.held for own in roles.values() for table in (own.table, own.base) if table is not None]
-        self._common = [own for own in (*tables, *held[:1]) if not own.is_empty]  # each is looked at for every token
-        self._each = held[1:]
+        self.common = [own for own in (*tables, *held[:1]) if not own.is_empty]  # each is looked at for every token
+        self.each = held[1:]
         self._experts = len(roles["down"].table.products)
         self._first = _Stage([own for _, own in self._entering()], joins=channels is None)
         self._second = _Stage([roles["down"]], joins=channels is None and base_down is None)
@@ -174,10 +179,10 @@ class KernelExperts:
     def is_current(self, chosen: Tensor | None = None) -> bool:
         """Whether all tensors are where they were, or those that tokens need that chose so. For a few tokens the
         others are not looked at: there are thousands."""
-        each = self._each
+        each = self.each
         if chosen is not None and chosen.device.type == "cpu" and chosen.numel() < len(each):
             each = [each[expert] for expert in set(chosen.flatten().tolist()) if 0 <= expert < len(each)]
-        return all(held.is_current() for held in (*self._common, *each))
+        return all(held.is_current() for held in (*self.common, *each))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of
@@ -190,6 +195,12 @@ class KernelExperts:
         weights = weights.float().masked_fill(outside, 0).reshape(-1, 1)
         chosen = chosen.masked_fill(outside, self._first.outside())
         return (self._few if few else self._many)(hidden, chosen, weights).to(hidden.dtype)
+
+    def for_one_token(self) -> Block | None:
+        """All of it as one call for a token as it comes, if kernels have that."""
+        if self._block is None or self._block[1] < 1 or self.roles["up"].turn is not None:
+            return None
+        return self._block[0]
 
     def _in_one_call(self) -> tuple[Block, int] | None:
         """All of it as one call, and for how many tokens at most, where kernels have what is between the matrices."""

@@ -73,5 +73,5 @@ def _empty(front: Any, behind: Any) -> nn.Module:
 
 
 def is_watched(*modules: Any) -> bool:
-    """Whether somebody wants to see what goes through these modules, so that none may be left out."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    """Whether somebody wants to see what goes through these modules, or do it himself, so that none may be left out."""
+    return any(own._forward_hooks or own._forward_pre_hooks or "forward" in own.__dict__ for own in modules)

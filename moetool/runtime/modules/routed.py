@@ -90,14 +90,18 @@ class RoutedExperts(Numbered, ABC):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The sum of what the experts of every token make of it, weighted."""
-        if torch.is_grad_enabled() or not self._may_run_on_kernels():
+        if torch.is_grad_enabled() or not self.may_run_on_kernels():
             return self.eager(hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():
             refuse_export()
             return run_by_number(hidden_states, top_k_index, top_k_weights, self._number)
         return self.infer(hidden_states, top_k_index, top_k_weights)
 
-    def _may_run_on_kernels(self) -> bool:
+    def kernel_form(self) -> KernelExperts | None:
+        """All experts as kernels see them now; None if they cannot run them."""
+        return self._kernels.of(self)
+
+    def may_run_on_kernels(self) -> bool:
         """Unless transformers was told to have experts run one after the other, or a trace is made, which records
         nothing that is not torch."""
         told = getattr(getattr(self, "config", None), "_experts_implementation", None)

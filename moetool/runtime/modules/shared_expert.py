@@ -60,8 +60,8 @@ class SharedExpertOnBase(RoutedExperts):
         output = super().forward(rows, chosen, torch.ones_like(chosen, dtype=torch.float32))
         return F.dropout(output.view_as(hidden_states), dropout_of(self.native), self.training)
 
-    def _may_run_on_kernels(self) -> bool:
-        return self.experts._may_run_on_kernels()
+    def may_run_on_kernels(self) -> bool:
+        return self.experts.may_run_on_kernels()
 
     def infer(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `RoutedExperts`. Many tokens meet plain factors as they come: there is nothing to unpack or to sort."""

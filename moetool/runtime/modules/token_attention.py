@@ -114,32 +114,31 @@ class TokenAttention(InFront):
     ) -> "Ready | None":
         """What one token needs to attend by a kernel; None if it is not for that."""
         if (
-            hidden.shape[:2] != (1, 1)
-            or mask is not None
-            or type(cache) is not DynamicCache
+            mask is not None
             or rotation is None
-            or hidden.dtype != torch.bfloat16
-            or hidden.device.type != "cpu"
-            or type(hidden) is not Tensor
             or self.training
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-            or torch.jit.is_tracing()  # type: ignore[attr-defined]
-            or cache.offloading
-            or self.layer_idx >= len(cache.layers)
-            or type(layer := cache.layers[self.layer_idx]) is not DynamicLayer
-            or not layer.is_initialized
-            or self.config._attn_implementation != MOETOOL_ATTENTION
+            or not is_token(hidden)
+            or not may_decode(self.config, cache)
             or not all(rotates(own, self.head_dim) for own in rotation)
-            or (kernel := self._kernel()) is None
+            or (kernel := self.kernel()) is None
             or hidden.shape[2] != self.k_proj.in_features
-            or (room := _room(layer, self.k_proj.out_features // self.head_dim, self.head_dim)) is None
+            or (found := self.room(cache)) is None
         ):
             return None
-        return Ready(kernel, layer, room)
+        return Ready(kernel, *found)
 
-    def _kernel(self) -> SelfAttention | None:
+    def room(self, cache: DynamicCache) -> tuple[DynamicLayer, CacheRoom] | None:
+        """The layer of a cache that is this one's, and where the next token is to be written; None if it is of another
+        kind."""
+        if self.layer_idx >= len(cache.layers):
+            return None
+        layer = cache.layers[self.layer_idx]
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            return None
+        room = _room(layer, self.k_proj.out_features // self.head_dim, self.head_dim)
+        return None if room is None else (layer, room)
+
+    def kernel(self) -> SelfAttention | None:
         """The kernel's form of it, made anew when tensors were replaced; None where modules are not what they were, or
         others want to see what goes through them."""
         parts: list[Any] = [getattr(self, name) for name in _PARTS if hasattr(self, name)]
@@ -190,6 +189,30 @@ class Ready:
     def keep(self) -> None:
         """Have the cache hold what has been written."""
         self.layer.keys, self.layer.values = self.room.held()
+
+
+def is_token(hidden: Tensor) -> bool:
+    """Whether these are numbers of one token, as kernels read them."""
+    return (
+        hidden.shape[:2] == (1, 1)
+        and hidden.dtype == torch.bfloat16
+        and hidden.device.type == "cpu"
+        and type(hidden) is Tensor
+    )
+
+
+def may_decode(config: Any, cache: Any) -> bool:
+    """Whether a token may go through kernels: with a cache that grows, without gradients, and with moetool's
+    attention."""
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and config._attn_implementation == MOETOOL_ATTENTION
+    )
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")

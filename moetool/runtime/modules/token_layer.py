@@ -109,23 +109,24 @@ class DecodingLayer(InFront):
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None, past: Any
     ) -> Around | None:
         """What one token gets beside its experts; None if that is not for the kernel."""
-        if self.training or not isinstance(self.self_attn, TokenAttention) or is_watched(*self._parts()):
+        if self.training or not isinstance(self.self_attn, TokenAttention) or is_watched(*self.parts()):
             return None
         ready = self.self_attn.ready(hidden, rotation, mask, past)
-        if ready is None or rotation is None or (kernel := self._kernel(ready.kernel)) is None:
+        if ready is None or rotation is None or (kernel := self.kernel(ready.kernel)) is None:
             return None
         around = kernel(hidden.contiguous(), *rotation, ready.room)
         ready.keep()
         return around
 
-    def _parts(self) -> list[Any]:
+    def parts(self) -> list[Any]:
+        """The modules that a kernel stands for, experts left out."""
         parts = [self.self_attn, self.input_layernorm, self.post_attention_layernorm]
         return [*parts, self.mlp, self.mlp.gate] if hasattr(self.mlp, "gate") else parts
 
-    def _kernel(self, attention: Any) -> TokenLayer | None:
+    def kernel(self, attention: Any) -> TokenLayer | None:
         """The kernel's form of it, made anew when tensors were replaced."""
         if self.made is None or self.made[2] is not attention or not self.made[1].is_current():
-            self.made = self._noted(attention), Held([self, *self._parts()[1:]]), attention
+            self.made = self._noted(attention), Held([self, *self.parts()[1:]]), attention
         return self.made[0]
 
     def _noted(self, attention: Any) -> TokenLayer | None:

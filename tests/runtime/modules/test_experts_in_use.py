@@ -226,7 +226,7 @@ def test_odd_widths_leave_compressed_experts_on_kernels() -> None:
     assert model.config._experts_implementation == "grouped_mm"
     run_experts_of_any_width(model)
     assert model.config._experts_implementation == "moetool"
-    assert all(experts._may_run_on_kernels() for experts in experts_in(model))
+    assert all(experts.may_run_on_kernels() for experts in experts_in(model))
 
 
 @torch.no_grad()
