@@ -1,4 +1,4 @@
-"""Compressed models run single tokens in one call for all layers, with the same numbers, where nobody wants to see more."""
+"""Compressed models run single tokens through all layers in one call, with the same numbers, where nobody asks for more."""
 
 import copy
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def test_generating_takes_it(made: Make, calls: list[int], tmp_path: Path) -> No
     assert calls == [LAYERS] * (TOKENS - 1)
     model.save_pretrained(tmp_path)
     assert "Mixtral" in (tmp_path / "config.json").read_text()
-    for options in ({"num_beams": 2}, {"attention_mask": (IDS != IDS[0, 0]).long()}, {"use_cache": False}):
+    for options in ({"num_beams": 2}, {"attention_mask": (IDS[0, 0] != IDS).long()}, {"use_cache": False}):
         calls.clear()
         assert model.generate(IDS, **told, **options).equal(layer_by_layer(model).generate(IDS, **told, **options))
         assert not calls, options
