@@ -1,4 +1,4 @@
-"""Compressed models run a token through all layers in one call, with the same numbers, unless somebody asks for more."""
+"""Compressed models run a token through all layers in one call, with the same numbers, unless asked for more."""
 
 import copy
 from collections.abc import Callable
