@@ -74,10 +74,13 @@ FAMILIES: Mapping[str, dict[str, object]] = {
     "granitemoe": {"num_key_value_heads": 2, "intermediate_size": 128, "num_local_experts": 8},
 }
 # Of these families only some methods are served; of the others, as of MODEL, all but the one for shared experts.
+PLAIN = "original", "by default, 75 %", "d2moe 40 %", "hybrid 75 %", "quantize, 2 bits, rotated"
 FEW: Mapping[str, tuple[str, ...]] = {
+    "qwen3_moe": PLAIN,
+    "olmoe": PLAIN,
     "qwen2_moe": ("original", SHARED, SHARED + TWICE),
     "glm4_moe": ("original", SHARED, SHARED + TWICE),
-    "gpt_oss": ("original", "d2moe 40 %", "hybrid 75 %", "quantize, 2 bits, rotated", "hybrid 75 %" + TWICE),
+    "gpt_oss": (*PLAIN, "hybrid 75 %" + TWICE),
     "granitemoe": ("original", "by default, 75 %", "hybrid 75 %"),
 }
 ALL = ("original", *(method for method in METHODS if method != SHARED), "hybrid 75 %" + TWICE)

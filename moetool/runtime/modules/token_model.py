@@ -103,7 +103,8 @@ class DecodingModel(InFront):
         **options: Any,
     ) -> Any:
         """As the family's own."""
-        if input_ids is not None and not arguments and self._is_plain(input_ids, options):
+        is_traced = torch.compiler.is_compiling()
+        if input_ids is not None and not (arguments or is_traced) and self._is_plain(input_ids, options):
             found = self._decoded(input_ids, attention_mask, position_ids, cache_in(options))
             if found is not None:
                 kind: Any = sys.modules[type(self).__module__].MoeModelOutputWithPast
@@ -123,7 +124,7 @@ class DecodingModel(InFront):
             and may_decode(self.config, cache_in(options))
             and self.config.sliding_window is None
             and self.config.num_hidden_layers == len(self.layers)
-            and self.config.return_dict
+            and getattr(self.config, "return_dict", True)
             and not any(getattr(self.config, name, False) for name in _TOLD)
         )
 
@@ -140,7 +141,7 @@ class DecodingModel(InFront):
         if not rooms or len(rooms) < len(found):
             return None
         length = rooms[0][1].filled
-        if mask is not None and not (mask.shape == (1, length + 1) and bool(mask.all())):
+        if mask is not None and not _hides_nothing(mask, length + 1):
             return None
         if positions is None:
             positions = torch.tensor([[past.get_seq_length()]])
@@ -194,6 +195,10 @@ class DecodingModel(InFront):
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         self.made, self.is_refused = None, False  # or memory would be kept that is not needed any more
         return super()._apply(*arguments, **options)
+
+
+def _hides_nothing(mask: Any, length: int) -> bool:
+    return isinstance(mask, Tensor) and mask.shape == (1, length) and bool(mask.all())
 
 
 def _is_run(experts: Any) -> bool:
