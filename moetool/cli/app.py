@@ -47,7 +47,8 @@ class FrontCommand(HintingCommand):
         ]
 
     def invoke(self, ctx: Any) -> Any:
-        if ctx.params.get("log_json") is None:  # which has the command's errors, too
+        # A log has the command's errors, too; what is pushed has no other place than a folder, and push says so.
+        if ctx.params.get("log_json") is None and ctx.info_name != "push":
             _refuse_missing(ctx.params)
         command = imported(ctx.info_name, self.words)
         with command.make_context(ctx.info_name, list(self.words), parent=ctx.parent) as own:
