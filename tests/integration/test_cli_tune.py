@@ -209,6 +209,7 @@ def test_packing_changes_no_token(tuned: Any, moe: Path, data: Path) -> None:
         (("--data", "QUESTIONS"), 3, ["none of text", "messages", "question"]),
         (("--data", "NULLS", "--dry-run"), 3, ["record 1 cannot be used", "text (null)"]),
         (("--data", "PAIRS", "--eval-data", "NULLS", "--dry-run"), 3, ["record 1 cannot be used"]),
+        (("--data", "NOTHING", "--dry-run"), 3, ["nothing.jsonl has no text"]),
         (("--data", "TALKS", "--dry-run"), 3, ["record 1 cannot be used", "no chat template"]),
         (("--data", "PAIRS", "--freeze-shared"), 2, ["no deltas to a base"]),
         (("--data", "PAIRS", "--freeze-shared", "--train", "all"), 2, ["--freeze-shared", "--train all"]),
@@ -231,10 +232,11 @@ def test_bad_input(
 ) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "?", "answer": "!"}\n')
-    nulls, talks = tmp_path / "nulls.jsonl", tmp_path / "talks.jsonl"
-    nulls.write_text('{"text": null}\n')
+    nulls, nothing, talks = (tmp_path / f"{name}.jsonl" for name in ("nulls", "nothing", "talks"))
+    nulls.write_text('{"text": null}\n{"text": "lo mi"}\n')
+    nothing.write_text('{"text": null}\n')
     talks.write_text('{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}\n')
-    named = {"PAIRS": data, "QUESTIONS": questions, "NULLS": nulls, "TALKS": talks}
+    named = {"PAIRS": data, "QUESTIONS": questions, "NULLS": nulls, "NOTHING": nothing, "TALKS": talks}
     result = run_cli("tune", moe, tmp_path / "out", *(named.get(option, option) for option in options))
     assert result.code == code, result.stderr
     assert all(word in result.stderr for word in words), result.stderr
