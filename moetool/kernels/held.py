@@ -28,6 +28,20 @@ class Held:
         self._modules = [(holder._modules, list(holder._modules.values())) for holder in holders if holder._modules]
         self._derived = [(own, derived) for own in holders if isinstance(own, Weight) and (derived := own.derived())]
 
+    @classmethod
+    def together(cls, several: Iterable["Held"]) -> "Held":
+        """What several hold, which is looked at in one go, as they recorded it."""
+        made = cls(())
+        for own in several:
+            made._stores += own._stores
+            made._found += own._found
+            made._tensors += own._tensors
+            made._modules += own._modules
+            made._derived += own._derived
+            for all_places, places in zip(made._places, own._places, strict=True):
+                all_places += places  # type: ignore[operator]
+        return made
+
     def _now(self) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
         """Addresses, strides and dtypes. By `map`: every layer asks for every token."""
         tensors = self._tensors

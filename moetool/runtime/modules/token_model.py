@@ -63,14 +63,14 @@ class _Noted:
     """
 
     kernel: TokenLayers
-    held: Sequence[Held]
+    held: Held
     experts: Sequence[KernelExperts]
     modules: Sequence[nn.Module]
     storages: Sequence[torch.UntypedStorage]
 
     def is_current(self) -> bool:
         """Whether all is where it was, but for the tensors of single experts."""
-        return all(held.is_current() for held in self.held)
+        return self.held.is_current()
 
     def met_current(self, met: Sequence[Sequence[int]]) -> bool:
         """The same for the tensors of the experts that were met in each layer."""
@@ -190,7 +190,7 @@ class DecodingModel(InFront):
             experts.append(found)
             modules += [layer, *layer.parts(), *layer.self_attn.children(), layer.mlp.experts]
         storages = [storage for own in experts for each in own.each for storage in each.storages()]
-        return _Noted(TokenLayers(kernels), held, experts, modules, storages)
+        return _Noted(TokenLayers(kernels), Held.together(held), experts, modules, storages)
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         self.made, self.is_refused = None, False  # or memory would be kept that is not needed any more
