@@ -77,7 +77,7 @@ FAMILIES: Mapping[str, dict[str, object]] = {
 PLAIN = "original", "by default, 75 %", "d2moe 40 %", "hybrid 75 %", "quantize, 2 bits, rotated"
 FEW: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": PLAIN,
-    "olmoe": PLAIN,
+    "olmoe": tuple(method for method in PLAIN if method != "hybrid 75 %"),
     "qwen2_moe": ("original", SHARED, SHARED + TWICE),
     "glm4_moe": ("original", SHARED, SHARED + TWICE),
     "gpt_oss": (*PLAIN, "hybrid 75 %" + TWICE),
