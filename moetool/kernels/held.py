@@ -63,15 +63,13 @@ class Held:
         )
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory blocks of all held tensors."""
-        return [tensor.untyped_storage() for tensor in self._all()]
+        """Return the memory block (storage) of every held tensor."""
+        derived = (tensor for _, tensors in self._derived for tensor in tensors)
+        return [tensor.untyped_storage() for tensor in (*self._tensors, *derived)]
 
     def memories(self) -> set[int]:
         """Addresses at which the memory blocks of all held tensors begin."""
         return {storage.data_ptr() for storage in self.storages()}
-
-    def _all(self) -> list[Tensor]:
-        return [*self._tensors, *(tensor for _, derived in self._derived for tensor in derived)]
 
 
 def _are_same(now: Collection[object], before: Collection[object]) -> bool:

@@ -16,7 +16,7 @@ from moetool.kernels.self_attention import CacheRoom
 
 
 class _Step(ctypes.Structure):
-    """As layers.cpp has it."""
+    """The struct `Step` of layers.cpp: a layer, its experts, and its part of the cache."""
 
     _fields_ = (
         ("layer", ctypes.c_void_p),

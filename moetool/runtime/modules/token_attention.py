@@ -98,8 +98,8 @@ class TokenAttention(InFront):
         """`[batch, tokens, hidden]` → `[batch, tokens, hidden]`, and None."""
         ready = self.ready(hidden_states, position_embeddings, attention_mask, cache_in(options))
         if ready is not None and position_embeddings is not None:
-            output = ready.kernel(hidden_states.contiguous(), *position_embeddings, ready.room)
-            ready.keep()
+            output = ready.kernel(hidden_states.contiguous(), *position_embeddings, ready.place.room)
+            ready.place.keep()
             return output, None
         found: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states,
@@ -122,13 +122,13 @@ class TokenAttention(InFront):
             or not all(rotates(own, self.head_dim) for own in rotation)
             or (kernel := self.kernel()) is None
             or hidden.shape[2] != self.k_proj.in_features
-            or (found := self.room(cache)) is None
+            or (place := self.place(cache)) is None
         ):
             return None
-        return Ready(kernel, *found)
+        return Ready(kernel, place)
 
-    def room(self, cache: DynamicCache) -> tuple[DynamicLayer, CacheRoom] | None:
-        """The layer of a cache that is this one's, and where the next token is to be written; None if it is of another
+    def place(self, cache: DynamicCache) -> "CachePlace | None":
+        """Where the next token is to be written in the layer of a cache that is this one's; None if that is of another
         kind."""
         if self.layer_idx >= len(cache.layers):
             return None
@@ -136,7 +136,7 @@ class TokenAttention(InFront):
         if type(layer) is not DynamicLayer or not layer.is_initialized:
             return None
         room = _room(layer, self.k_proj.out_features // self.head_dim, self.head_dim)
-        return None if room is None else (layer, room)
+        return None if room is None else CachePlace(layer, room)
 
     def kernel(self) -> SelfAttention | None:
         """The kernel's form of it, made anew when tensors were replaced; None where modules are not what they were, or
@@ -179,16 +179,23 @@ class TokenAttention(InFront):
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A token's attention: the kernel, and where its key and its value are to be written in a cache's layer."""
+class CachePlace:
+    """Where a token's key and its value are to be written in a cache's layer."""
 
-    kernel: SelfAttention
     layer: DynamicLayer
     room: CacheRoom
 
     def keep(self) -> None:
         """Have the cache hold what has been written."""
         self.layer.keys, self.layer.values = self.room.held()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A token's attention: the kernel, and its place in the cache."""
+
+    kernel: SelfAttention
+    place: CachePlace
 
 
 def is_token(hidden: Tensor) -> bool:

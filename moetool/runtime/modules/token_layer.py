@@ -114,8 +114,8 @@ class DecodingLayer(InFront):
         ready = self.self_attn.ready(hidden, rotation, mask, past)
         if ready is None or rotation is None or (kernel := self.kernel(ready.kernel)) is None:
             return None
-        around = kernel(hidden.contiguous(), *rotation, ready.room)
-        ready.keep()
+        around = kernel(hidden.contiguous(), *rotation, ready.place.room)
+        ready.place.keep()
         return around
 
     def parts(self) -> list[Any]:

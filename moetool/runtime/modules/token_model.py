@@ -68,12 +68,8 @@ class _Noted:
     modules: Sequence[nn.Module]
     storages: Sequence[torch.UntypedStorage]
 
-    def is_current(self) -> bool:
-        """Whether all is where it was, but for the tensors of single experts."""
-        return self.held.is_current()
-
     def met_current(self, met: Sequence[Sequence[int]]) -> bool:
-        """The same for the tensors of the experts that were met in each layer."""
+        """Whether the tensors of the experts that were met in each layer are where they were."""
         return all(
             own.each[expert].is_current()
             for own, chosen in zip(self.experts, met, strict=True)
@@ -102,9 +98,8 @@ class DecodingModel(InFront):
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        """As the family's own."""
-        is_traced = torch.compiler.is_compiling()
-        if input_ids is not None and not (arguments or is_traced) and self._is_plain(input_ids, options):
+        """Run the family's forward, or all its layers in one call where that gives the same output."""
+        if input_ids is not None and not arguments and self._is_plain(input_ids, options):
             found = self._decoded(input_ids, attention_mask, position_ids, cache_in(options))
             if found is not None:
                 kind: Any = sys.modules[type(self).__module__].MoeModelOutputWithPast
@@ -115,13 +110,13 @@ class DecodingModel(InFront):
         """Whether one token of one row is to go through, and nothing but the output is asked for."""
         names = (CACHE, "past_key_values", "use_cache", "return_dict")
         return (
-            input_ids.shape == (1, 1)
+            may_decode(self.config, cache_in(options))
+            and input_ids.shape == (1, 1)
             and not self.training
             and not self.is_refused
             and options.get("use_cache") is not False
             and options.get("return_dict") is not False
             and all(value is None or value is False for name, value in options.items() if name not in names)
-            and may_decode(self.config, cache_in(options))
             and self.config.sliding_window is None
             and self.config.num_hidden_layers == len(self.layers)
             and getattr(self.config, "return_dict", True)
@@ -136,12 +131,11 @@ class DecodingModel(InFront):
             return None
         if not self.layers[0].mlp.experts.may_run_on_kernels():
             return None
-        found = [layer.self_attn.room(past) for layer in self.layers]
-        rooms = [own for own in found if own is not None]
-        if not rooms or len(rooms) < len(found):
+        found = [layer.self_attn.place(past) for layer in self.layers]
+        places = [place for place in found if place is not None]
+        if not places or len(places) < len(found):
             return None
-        length = rooms[0][1].filled
-        if mask is not None and not _hides_nothing(mask, length + 1):
+        if mask is not None and not _hides_nothing(mask, places[0].room.filled + 1):
             return None
         if positions is None:
             positions = torch.tensor([[past.get_seq_length()]])
@@ -151,18 +145,18 @@ class DecodingModel(InFront):
         cosine, sine = self.rotary_emb(hidden, position_ids=positions)
         if not all(rotates(own, self.layers[0].self_attn.head_dim) for own in (cosine, sine)):
             return None
-        output, met = noted.kernel(hidden, cosine, sine, [room for _, room in rooms])
+        output, met = noted.kernel(hidden, cosine, sine, [place.room for place in places])
         if not noted.met_current(met):
             self.made = None
             return None
-        for layer, room in rooms:
-            room.filled += 1
-            layer.keys, layer.values = room.held()
+        for place in places:
+            place.room.filled += 1
+            place.keep()
         return output
 
     def _noted(self) -> _Noted | None:
         """All layers as kernels see them now; None if they cannot run them."""
-        if self.made is None or not self.made.is_current():
+        if self.made is None or not self.made.held.is_current():
             self.made = self._noted_now()
             self.is_refused = self.made is None
         return self.made
