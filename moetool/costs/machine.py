@@ -137,19 +137,20 @@ def _between(seconds: Mapping[int, float], n: int) -> float:
 def measured_speeds(device: torch.device) -> DeviceSpeeds:
     """Measure how fast a device multiplies, factorizes, decomposes and moves memory."""
     kind = "cuda" if device.type == "cuda" else "cpu"
-    products: dict[Precision, float] = {}
     eigen: dict[int, float] = {}
     cholesky: dict[int, float] = {}
     n = _PRODUCT[kind]
-    for precision in PRECISIONS:
+
+    def multiplied(precision: Precision) -> float:
         square = torch.ones(n, n, dtype=getattr(torch, precision), device=device)
         # The second one turned round, as linear layers have it.
-        products[precision] = n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
+        return n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
+
+    products = {precision: multiplied(precision) for precision in PRECISIONS}
     products["widened"] = products["float32"]
     if kind == "cpu" and has_fast_bf16():
-        square = torch.ones(n, n)
         with bf16_products():
-            products["widened"] = n**3 / _least_seconds(partial(torch.mm, square, square.T), device)
+            products["widened"] = multiplied("float32")
     for n in _SOLVED[kind]:
         matrix = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
         gram = matrix @ matrix.T + torch.eye(n, dtype=torch.float64, device=device)
