@@ -30,14 +30,20 @@ struct Narrow {
     return sum;
 #endif
   }
-  // table[code & 15] for the codes in bytes, in the order that `in_order` gives their columns.
+  // Bytes as words, half of them; and table[code & 15] for the codes in bytes. Both in the order that `in_order` gives
+  // their columns.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
+  static Words word(Words bytes, int side) { return (bytes >> (8 * side)) & 255; }
   typedef __m256i Table;
   static Table table(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static void levels(const Table& t, Words codes, Words* out) {
     for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm256_permutexvar_epi16((__m256i)(codes >> (8 * odd)), t);
   }
 #elif defined(MOETOOL_HALVES)  // as `in_order` has it
+  static Words word(Words bytes, int side) {
+    const __m256i all = (__m256i)bytes, none = _mm256_setzero_si256();
+    return (Words)(side ? _mm256_unpackhi_epi8(all, none) : _mm256_unpacklo_epi8(all, none));
+  }
   struct Table { __m256i low, high; };
   static Table table(const int16_t* p) {
     alignas(16) uint8_t low[16], high[16];
@@ -49,6 +55,7 @@ struct Narrow {
     out[0] = (Words)_mm256_unpacklo_epi8(low, high), out[1] = (Words)_mm256_unpackhi_epi8(low, high);
   }
 #else
+  static Words word(Words bytes, int side) { return (bytes >> (8 * side)) & 255; }
   struct Table { int16_t at[16]; };
   static Table table(const int16_t* p) { Table t; memcpy(t.at, p, sizeof t.at); return t; }
   static void levels(const Table& t, Words codes, Words* out) {
@@ -74,6 +81,7 @@ struct Wide {
     return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)x);
 #endif
   }
+  static Words word(Words bytes, int side) { return (bytes >> (8 * side)) & 255; }
   static Table table(const int16_t* p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p)); }
   static void levels(const Table& t, Words codes, Words* out) {
     for (int odd = 0; odd < 2; odd++) out[odd] = (Words)_mm512_permutexvar_epi16((__m512i)(codes >> (8 * odd)), t);

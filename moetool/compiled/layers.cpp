@@ -6,7 +6,7 @@ struct Layer;  // of projected.cpp
 struct Block;  // of block.cpp
 extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine, uint16_t* keys,
                               uint16_t* values, long room, long length, uint16_t* stream, uint16_t* normed, int64_t* experts,
-                              float* weights, int threads);
+                              float* weights, int threads, int may_round);
 extern "C" void moetool_block(const Block* own, const uint8_t* x, int64_t numbers, const int64_t* chosen, const uint8_t* weights,
                               int64_t weighted, long tokens, long k, uint8_t* y, int threads, int may_round);
 
@@ -32,7 +32,7 @@ extern "C" void moetool_layers(const Step* steps, long count, uint16_t* x, long 
     rooms.weights.resize((step.chosen + W - 1) / W * W);
     float* weights = rooms.weights.data();
     moetool_layer(step.layer, x, cosine, sine, step.keys, step.values, step.room, step.length, rooms.stream.data(),
-                  rooms.normed.data(), experts, weights, threads);
+                  rooms.normed.data(), experts, weights, threads, may_round);
     for (long i = 0; step.rounds && i < step.chosen; i += W) {
       uint16_t rounded[W];
       store_bf16(rounded, load(weights + i));

@@ -60,11 +60,12 @@ class Attending {
     attention = {BF16, 1, s.keys, s.heads / s.keys, to.length + 1, width, width, (const uint8_t*)places[0],
                  key, value, nullptr, 0, s.scale, (uint8_t*)attended.data()};
   }
-  // y [out rows]; of every thread.
-  void share(const uint16_t* cosine, const uint16_t* sine, uint16_t* y) {
+  // y [out rows]; of every thread. If it `may_round`, inputs are rounded to whole numbers where that is faster.
+  void share(const uint16_t* cosine, const uint16_t* sine, uint16_t* y, bool may_round) {
     const long width = s.width, each = s.heads / s.keys * width, step = piece(s.out), end = calls(s.out);
+    Words given(x.data(), may_round), rest(mixed.data(), may_round);
 #pragma omp for schedule(dynamic)
-    for (long i = 0; i < (long)tasks.size(); i++) project(*tasks[i].projection, tasks[i].begin, tasks[i].end, x.data(), tasks[i].y);
+    for (long i = 0; i < (long)tasks.size(); i++) project(*tasks[i].projection, tasks[i].begin, tasks[i].end, given, tasks[i].y);
 #pragma omp for
     for (long h = 0; h < s.heads + s.keys; h++) {
       const bool is_key = h >= s.heads;
@@ -84,7 +85,7 @@ class Attending {
       widen(attended.data(), i * each, (i + 1) * each, mixed.data());
     }
 #pragma omp for schedule(dynamic)
-    for (long begin = 0; begin < end; begin += step) project(s.out, begin, std::min(end, begin + step), mixed.data(), y);
+    for (long begin = 0; begin < end; begin += step) project(s.out, begin, std::min(end, begin + step), rest, y);
   }
 
  private:
@@ -98,12 +99,13 @@ class Attending {
 
 // y [out rows] of x [columns].
 extern "C" void moetool_self_attention(const SelfAttention* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine,
-                                       uint16_t* keys, uint16_t* values, long room, long length, uint16_t* y, int threads) {
+                                       uint16_t* keys, uint16_t* values, long room, long length, uint16_t* y, int threads,
+                                       int may_round) {
   static thread_local Attending kept;
   Attending& attending = kept;  // other threads have none of what is this one's own
   attending.plan(*own, x, {keys, values, room, length});
 #pragma omp parallel num_threads(threads)
-  attending.share(cosine, sine, y);
+  attending.share(cosine, sine, y, may_round);
 }
 
 // What a layer does around its experts: norm, attention, what was before added, another norm, and the router if it has one.
@@ -133,7 +135,7 @@ static void choose(const Layer& layer, const uint16_t* logits, int64_t* experts,
 // Of x [hidden]: what goes on beside the experts, `stream`, and what they are given, `normed`; which ones, and their weights.
 extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_t* cosine, const uint16_t* sine, uint16_t* keys,
                               uint16_t* values, long room, long length, uint16_t* stream, uint16_t* normed, int64_t* experts,
-                              float* weights, int threads) {
+                              float* weights, int threads, int may_round) {
   static thread_local struct { Attending attending; std::vector<float> normed; std::vector<uint16_t> logits; } kept;
   auto& rooms = kept;
   const Layer& layer = *own;
@@ -144,7 +146,7 @@ extern "C" void moetool_layer(const Layer* own, const uint16_t* x, const uint16_
   rooms.logits.resize(layer.router.matrix.rows);
 #pragma omp parallel num_threads(threads)
   {
-    rooms.attending.share(cosine, sine, stream);
+    rooms.attending.share(cosine, sine, stream, may_round);
 #pragma omp single
     {
       for (long i = 0; i < hidden; i += W) store_bf16(stream + i, widened(x + i) + widened(stream + i));

@@ -263,9 +263,9 @@ void Work::plan(const Expert* table, long count, const int64_t* experts, long pa
     for (int t = 0; t < TERMS; t++) {
       const Term& term = expert.terms[t];
       if (!term.first.form) continue;
-      const int block = may_round ? block_of(term.first) : -1;
+      const int kind = may_round ? kind_of(term.first) : -1;
       const Whole* whole[TOKENS] = {};
-      for (int n = 0; block >= 0 && n < batch.tokens; n++) whole[n] = wholes.want(input(order[first + n]), block);
+      for (int n = 0; kind >= 0 && n < batch.tokens; n++) whole[n] = wholes.want(input(order[first + n]), kind);
       if (!term.last.form) { cut(stages[1 + t], term.first, batch, whole); continue; }
       Batch inward = batch, outward = batch;
       for (int n = 0; n < batch.tokens; n++)

@@ -1,8 +1,10 @@
 // The product of one token with a matrix in bf16 or in codes of 5, 6 or 8 bits, on a CPU: rows are read one after the other,
 // as fast as memory gives them.
-// Sums are fp32 and come in the same order whatever the number of threads.
+// Sums are fp32 and come in the same order whatever the number of threads. Where it may, a product with codes is one of
+// whole numbers (`whole.h`); for a token that is not finite it is not.
 #pragma once
-#include "matrices.h"
+#include <vector>
+#include "whole.h"
 
 constexpr long PIECE = 1 << 16;  // numbers of the matrix that are one thread's task
 constexpr int SUMS = 4;          // of a row, which do not wait for one another
@@ -88,4 +90,50 @@ static void project(const Projection& p, long begin, long end, const float* x, u
 #define EACH(F) case F: return project<F>(p, begin, end, x, y);
   switch (p.matrix.form) { PROJECTED(EACH) }
 #undef EACH
+}
+
+// An input in whole numbers, of every kind that a matrix wants, if it may be rounded; of one thread.
+class Words {
+ public:
+  Words(const float* x, bool may_round) : x(x), may_round(may_round) {}
+  // Null if the product is one of fp32.
+  const Whole* of(const Operand& m) {
+    const int kind = may_round ? kind_of(m) : -1;
+    if (kind < 0) return nullptr;
+    if (memory[kind].empty()) {
+      memory[kind].resize(whole_bytes(m.columns) / sizeof(vf));
+      found[kind] = in_whole_numbers(x, m.columns, kind, (uint8_t*)memory[kind].data());
+    }
+    return found[kind].finite ? &found[kind] : nullptr;
+  }
+  // Zeros for so many rows: whoever writes there makes them zeros again.
+  float* zeros(long rows) {
+    if ((long)sums.size() < rows + W) sums.assign(rows + W, 0);
+    return sums.data();
+  }
+  const float* const x;
+
+ private:
+  const bool may_round;
+  std::vector<float> sums;
+  std::vector<vf> memory[KINDS];
+  Whole found[KINDS];
+};
+// As above, by whole numbers where they are wanted.
+static void project(const Projection& p, long begin, long end, Words& words, uint16_t* y) {
+  const Operand& m = p.matrix;
+  const Whole* whole = words.of(m);
+  if (!whole) return project(p, begin, end, words.x, y);
+  float* sums = words.zeros(m.rows);
+  whole_dots(m, begin, end, 1, &whole, &sums);
+  const long parts = together((Form)m.form), each = m.rows / parts, calls = m.rows / served((Form)m.form);
+  for (long j = 0; j < parts; j++)
+    for (long r = j * each + begin * each / calls, stop = j * each + end * each / calls; r < stop; r += W) {
+      const long count = std::min(W, stop - r);
+      uint16_t rounded[W];
+      for (long i = 0; p.bias && i < count; i++) sums[r + i] += number(p.bias, BF16, r + i);
+      store_bf16(rounded, load(sums + r));
+      memcpy(y + r, rounded, 2 * count);
+      std::fill(sums + r, sums + r + count, 0.f);
+    }
 }

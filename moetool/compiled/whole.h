@@ -1,16 +1,21 @@
 // Products of codes with inputs in whole numbers: sums of int32 over blocks of columns, scaled in fp32.
 //
-// An input is cut into blocks, within the groups that share a scale in the matrix, and is scale · a word of 14 bits in
-// each; levels are words of 15 bits. A block's sum of products is then less than 2³¹, and what both lose is a hundredth
-// of what a byte of each would. It is too much beside codes of 8 bits, which lose next to nothing. The words of an input
-// lie in the order in which levels come of the codes in bytes (`in_order`).
+// An input is cut into blocks, within the groups that share a scale in the matrix, and is scale · a word in each. Levels
+// that are looked up are words of 15 bits, beside inputs of 14 bits: what both lose is a hundredth of what a byte of each
+// would. Codes of 5, 6 and 8 bits are whole numbers themselves, and lose less: inputs have 16 bits beside them. A block's
+// sum of products is less than 2³¹ either way. The words of an input lie in the order in which levels come of the codes
+// in bytes (`in_order`).
 #pragma once
 #include <cmath>
 #include "lanes.h"
 #include "matrices.h"
 
-constexpr long FINEST = 32, BLOCKS = 3;  // columns of a block: these, or twice or four times as many
+constexpr long FINEST = 32, BLOCKS = 4;  // columns of a block: these, or up to four times as many
 constexpr float INPUTS = 8191, LEVELS = 16383;  // the largest words; times 16 that an int32 adds up, below 2³¹
+constexpr float FINE_INPUTS = 32767;     // beside codes that are whole numbers, of 8 bits
+// In what words, and blocks, a matrix wants its inputs: BLOCKS kinds, and as many with fine words.
+constexpr int KINDS = 2 * BLOCKS;
+static inline long block_of(int kind) { return FINEST * (kind % BLOCKS + 1); }
 struct Whole {                           // an input
   const int16_t* words;
   const float* scales;                   // of each block
@@ -18,14 +23,17 @@ struct Whole {                           // an input
 };
 static inline long whole_bytes(long columns) { return (2 * columns + 4 * (columns / FINEST) + 63) / 64 * 64; }
 
-// Which block a matrix wants: FINEST << this; -1 where its products are those of fp32.
-static int block_of(const Operand& m) {
-  if (m.form < CODES1 || m.form > CODES4 || m.transposed || !aligned(m) || m.group % FINEST) return -1;
-  return m.group % (4 * FINEST) == 0 ? 2 : m.group % (2 * FINEST) == 0 ? 1 : 0;
+// The kind that a matrix wants; -1 where its products are those of fp32.
+static int kind_of(const Operand& m) {
+  if (m.form < CODES1 || m.form > CODES8 || m.transposed || !aligned(m) || m.group % FINEST) return -1;
+  for (const int times : {4, 2, 3})  // of two vectors rather than of three
+    if (m.group % (times * FINEST) == 0) return (m.form > CODES4) * BLOCKS + times - 1;
+  return (m.form > CODES4) * BLOCKS;
 }
 // `memory` has room for whole_bytes(columns), from a multiple of 64 on.
-static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t* memory) {
-  const long blocks = columns / block, step = block % Wide::COLUMNS ? Narrow::COLUMNS : Wide::COLUMNS;
+static Whole in_whole_numbers(const float* x, long columns, int kind, uint8_t* memory) {
+  const long block = block_of(kind), blocks = columns / block, step = block % Wide::COLUMNS ? Narrow::COLUMNS : Wide::COLUMNS;
+  const float highest = kind < BLOCKS ? INPUTS : FINE_INPUTS;
   int16_t* words = (int16_t*)memory;
   float* scales = (float*)(words + columns);
   for (long b = 0; b < blocks; b++) {
@@ -39,7 +47,7 @@ static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t*
     if (largest >= 0x7f800000) return {words, scales, false};
     float top;
     memcpy(&top, &largest, 4);
-    scales[b] = top > 1e-30f ? top / INPUTS : 0;
+    scales[b] = top > 1e-30f ? top / highest : 0;
     const float inverse = scales[b] ? 1 / scales[b] : 0;
     for (long i = b * block; i < (b + 1) * block; i += W) {
       const vi rounded = (vi)(load(x + i) * inverse + 12582912.f);  // 1.5 · 2²³: whole numbers are in its lower bits
@@ -49,10 +57,11 @@ static Whole in_whole_numbers(const float* x, long columns, long block, uint8_t*
   return {words, scales, true};
 }
 
-struct Levels {  // level = unit · word
-  int16_t words[16];
-  float unit;
+struct Levels {  // level = unit · word; without a table codes are words themselves
+  int16_t words[16] = {};
+  float unit = 1;
   explicit Levels(const float* levels) {
+    if (!levels) return;
     float top = 0;
     for (int i = 0; i < 16; i++) top = std::max(top, std::fabs(levels[i]));
     unit = top / LEVELS;
@@ -61,19 +70,29 @@ struct Levels {  // level = unit · word
 };
 // A form always has the same levels.
 template <Form F> static const Levels& levels_of(const Operand& m) {
-  static const Levels found(m.levels);
+  static const Levels found(is_whole(F) ? nullptr : m.levels);
   return found;
 }
 
-// Rows that are computed together: those that a byte serves, and with codes of 3 bits those of two bytes.
-constexpr int together(Form f) { return bits(f) % 2 ? 8 : 8 / bits(f); }
+// Rows that are computed together: those that a byte serves, in the plane where these are most.
+constexpr int together(Form f) { return 8 / (bits(f) & -bits(f)); }
 template <Form F> static inline long own_row(const Operand& m, long q, int j) { return q + j * (m.rows / together(F)); }
 
-// The codes of V::COLUMNS columns of these rows, in bytes. Above them are those of neighbours.
+// The codes of V::COLUMNS columns of these rows, in bytes. Of up to 4 bits those of neighbours are above them.
 template <class V, Form F> static inline void read(const Operand& m, long q, long column, typename V::Words* out) {
   const uint8_t* own = m.data + q * m.columns + column;
   const auto codes = V::load(own);
-  if constexpr (F == CODES3) {
+  if constexpr (F == CODES5 || F == CODES6) {
+    constexpr int T = together(F);  // half of them are in the upper halves of the lines of the lower four bits
+    const auto above = V::load(own + m.rows / 2 * m.columns);
+    constexpr uint16_t mask = F == CODES5 ? 0x1010 : 0x3030;
+#pragma GCC unroll 4
+    for (int j = 0; j < T / 2; j++) {
+      const auto low = V::load(own + j * (m.rows / T) * m.columns);
+      out[j] = (low & 0x0f0f) | ((above << (4 - j * ABOVE<F>)) & mask);
+      out[T / 2 + j] = ((low >> 4) & 0x0f0f) | ((above >> (j * ABOVE<F>)) & mask);
+    }
+  } else if constexpr (F == CODES3) {
     const long eighth = m.rows / 8;
     const auto third = V::load(m.data + (2 * eighth + q) * m.columns + column);
 #pragma GCC unroll 2
@@ -97,10 +116,10 @@ static inline void prefetch(const uint8_t* p) {
 #endif
 }
 // Bytes, one below the other, whose rows are computed together: as many sums as there are registers for. One token's
-// inputs are loaded once for 8 rows then.
+// inputs are loaded once for 8 rows then. Where codes are whole numbers, there is little else to do than to read them.
 template <class V, Form F, int N> constexpr int stacked() {
 #if defined(__AVX512VL__)
-  return std::max(1, 8 / (together(F) * N));
+  return is_whole(F) ? 1 : std::max(1, 8 / (together(F) * N));
 #else
   return 1;
 #endif
@@ -131,7 +150,10 @@ static inline void whole_dot(const Operand m, const typename V::Table& table, fl
 #pragma GCC unroll 8
         for (int j = 0; j < P; j++) {
           typename V::Words levels[2];
-          V::levels(table, codes[j], levels);
+          if constexpr (is_whole(F))
+            for (int side = 0; side < 2; side++) levels[side] = V::word(codes[j], side) + (uint16_t)lowest(F);
+          else
+            V::levels(table, codes[j], levels);
           for (int n = 0; n < N; n++)
             for (int side = 0; side < 2; side++) part[n][j] = V::add(part[n][j], levels[side], inputs[n][side]);
         }
@@ -164,10 +186,10 @@ static void whole_dots(const Operand& m, long begin, long end, long block, int t
   for (; n < tokens; n++) whole_dots<V, F, 1>(m, table, levels.unit, begin, end, x + n, block, y + n);
 }
 static void whole_dots(const Operand& m, long begin, long end, int tokens, const Whole* const* x, float* const* y) {
-  const long block = FINEST << block_of(m);
+  const long block = block_of(kind_of(m));
 #define EACH(F) \
   case F: return block % Wide::COLUMNS ? whole_dots<Narrow, F>(m, begin, end, block, tokens, x, y) \
                                        : whole_dots<Wide, F>(m, begin, end, block, tokens, x, y);
-  switch (m.form) { EACH(CODES1) EACH(CODES2) EACH(CODES3) EACH(CODES4) }
+  switch (m.form) { EACH(CODES1) EACH(CODES2) EACH(CODES3) EACH(CODES4) EACH(CODES5) EACH(CODES6) EACH(CODES8) }
 #undef EACH
 }

@@ -13,9 +13,9 @@ struct Piece {
   Batch batch;
   const Whole* whole[TOKENS];  // the inputs in whole numbers, if the matrix wants them
 };
-// Inputs in whole numbers, of every size of a block that a matrix wants.
+// Inputs in whole numbers, of every kind that a matrix wants.
 struct Wholes {
-  std::vector<Whole> found;       // [inputs, BLOCKS]
+  std::vector<Whole> found;       // [inputs, KINDS]
   std::vector<long> wanted;       // of these
   std::vector<uint8_t> is_wanted, memory;
   long columns = 0;
@@ -23,11 +23,11 @@ struct Wholes {
   void begin(long inputs, long in) {
     columns = in;
     wanted.clear();
-    is_wanted.assign(inputs * BLOCKS, 0);
-    found.resize(inputs * BLOCKS);
+    is_wanted.assign(inputs * KINDS, 0);
+    found.resize(inputs * KINDS);
   }
-  const Whole* want(long input, int block) {
-    const long index = input * BLOCKS + block;
+  const Whole* want(long input, int kind) {
+    const long index = input * KINDS + kind;
     if (!is_wanted[index]) wanted.push_back(index);
     is_wanted[index] = 1;
     return &found[index];
@@ -39,7 +39,7 @@ struct Wholes {
   }
   void make(const float* x, long i) {
     const long index = wanted[i];
-    found[index] = in_whole_numbers(x + index / BLOCKS * columns, columns, FINEST << index % BLOCKS, place(i));
+    found[index] = in_whole_numbers(x + index / KINDS * columns, columns, index % KINDS, place(i));
   }
 };
 // y[p] = M(experts[p]) · x[inputs[p]] for every pair p. Kept from call to call, with its memory: a token makes hundreds.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moetool.compiled.compiler import library, threads
+from moetool.kernels import rounding
 from moetool.kernels.self_attention import (
     CacheRoom,
     Projected,
@@ -110,6 +111,7 @@ class TokenLayer:
             None if chosen is None else chosen.data_ptr(),
             None if weights is None else weights.data_ptr(),
             threads(),
+            rounding.is_allowed(),
         )
         room.filled += 1
         if weights is not None and self.routing is not None:
@@ -120,6 +122,6 @@ class TokenLayer:
 @cache
 def _kernel() -> Any:
     """The function of the library, told of its arguments once."""
-    found, pointer, number = library().moetool_layer, ctypes.c_void_p, ctypes.c_long
-    found.argtypes, found.restype = [*(6 * [pointer]), number, number, *(4 * [pointer]), ctypes.c_int], None
+    found, pointer, number, switch = library().moetool_layer, ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    found.argtypes, found.restype = [*(6 * [pointer]), number, number, *(4 * [pointer]), switch, switch], None
     return found

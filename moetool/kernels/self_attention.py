@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moetool.compiled.compiler import library, threads
+from moetool.kernels import rounding
 from moetool.kernels.operands import FIELDS, operand_row
 from moetool.representations.operand import Operand
 
@@ -57,7 +58,7 @@ class CacheRoom:
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, as views."""
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        return self.keys.narrow(2, 0, self.filled), self.values.narrow(2, 0, self.filled)
 
 
 def _with_room(states: Tensor, more: int) -> Tensor:
@@ -144,6 +145,7 @@ class SelfAttention:
             room.filled,
             output.data_ptr(),
             threads(),
+            rounding.is_allowed(),
         )
         room.filled += 1
         return output
@@ -157,6 +159,6 @@ def rotates(token: Tensor, width: int) -> bool:
 @cache
 def _kernel() -> Any:
     """The function of the library, told of its arguments once."""
-    found, pointer, number = library().moetool_self_attention, ctypes.c_void_p, ctypes.c_long
-    found.argtypes, found.restype = [*(6 * [pointer]), number, number, pointer, ctypes.c_int], None
+    found, pointer, number, switch = library().moetool_self_attention, ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    found.argtypes, found.restype = [*(6 * [pointer]), number, number, pointer, switch, switch], None
     return found

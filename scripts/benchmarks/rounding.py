@@ -28,7 +28,7 @@ from moetool.kernels.rounding import exact_products
 from moetool.runtime.modules import inference
 
 SHAPES = ((2048, 768), (4096, 14336), (7168, 4096))  # out and in
-BITS = (1, 2, 3, 4)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 CACHE = 1 << 26  # bytes of codes that are gone through
 COPIED = 1 << 25  # numbers of fp32
 ROUNDS = 9

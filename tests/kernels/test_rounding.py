@@ -51,7 +51,12 @@ def tokens(count: int, columns: int) -> Tensor:
     return inputs
 
 
-KINDS = [str(bits) for bits in BITS if not is_whole(bits)]
+KINDS = [str(bits) for bits in BITS]
+
+
+def bound(kind: str) -> float:
+    """Beside codes of 5 bits and more words are four times as fine."""
+    return BOUND / 4 if is_whole(int(kind)) else BOUND
 
 
 @pytest.mark.parametrize(("shape", "group"), SHAPES, ids=str)
@@ -63,7 +68,7 @@ def test_near_the_exact_product(kind: str, shape: tuple[int, int], group: int, i
     found = routed(of, chosen, inputs)
     assert not found.equal(expected)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.max() < BOUND
+    assert error.max() < bound(kind)
 
 
 @pytest.mark.parametrize(("shape", "group"), SHAPES, ids=str)
@@ -81,13 +86,13 @@ def test_integers_are_the_same_in_all_instructions(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_are_whole_numbers_lose_nothing_but_levels(kind: str) -> None:
-    """A block whose largest number is 8191 is stored as it is; the levels of 1 bit are, too."""
-    shape = (16, 128)
-    of, inputs = table(coded(kind, shape, 128)), torch.randint(-8191, 8192, (1, 128)).float()
-    inputs[0, 0] = 8191
+    """A block whose largest number is 8191, or beside codes of 5 bits and more 32767, is stored as it is; the levels of
+    these and of 1 bit are, too."""
+    shape, largest = (16, 128), 32767 if is_whole(int(kind)) else 8191
+    of, inputs = table(coded(kind, shape, 128)), torch.randint(-largest, largest + 1, (1, 128)).float()
+    inputs[0, 0] = largest
     expected, found = exactly(of, torch.tensor([0]), inputs), routed(of, torch.tensor([0]), inputs)
-    bound = 2e-6 if kind == "1" else 1e-4
-    assert (found - expected).norm() / expected.norm() < bound
+    assert (found - expected).norm() / expected.norm() < (1e-4 if kind in "234" else 2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,22 +139,27 @@ def test_zeros_and_numbers_of_any_size(kind: str, instructions: str) -> None:
     assert (found[3] - expected[3]).abs().max() < 1e-28
     for token in (1, 2):
         unit = expected[token].abs().max()
-        assert ((found - expected)[token] / unit).norm() < BOUND * (expected[token] / unit).norm()
+        assert ((found - expected)[token] / unit).norm() < bound(kind) * (expected[token] / unit).norm()
 
 
 @pytest.mark.parametrize(
-    ("shape", "group"), [((64, 48), 16), ((37, 64), 32), ((64, 50), 25), ((9, 7), 7), ((1, 1), 1)], ids=str
+    ("kind", "shape", "group"),
+    [
+        (kind, *case)
+        for kind in KINDS
+        for case in (((64, 48), 16), ((37, 64), 32), ((64, 50), 25), ((9, 7), 7), ((1, 1), 1))
+        if (kind, case[1]) != ("8", 32)  # of which rows may be any number
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_odd_widths_stay_exact(kind: str, shape: tuple[int, int], group: int) -> None:
     of, chosen = table(coded(kind, shape, group)), torch.zeros(3, dtype=torch.int64)
     inputs = tokens(3, max(6, shape[1]))[:, : shape[1]].contiguous()
     assert routed(of, chosen, inputs).equal(exactly(of, chosen, inputs))
 
 
-@pytest.mark.parametrize("kind", ["8", "int8"])
-def test_codes_of_eight_bits_stay_exact(kind: str) -> None:
-    of, inputs, chosen = table(coded(kind, (64, 256), 128)), tokens(3, 256), torch.zeros(3, dtype=torch.int64)
+def test_codes_of_bitsandbytes_stay_exact() -> None:
+    of, inputs, chosen = table(coded("int8", (64, 256), 128)), tokens(3, 256), torch.zeros(3, dtype=torch.int64)
     assert routed(of, chosen, inputs).equal(exactly(of, chosen, inputs))
 
 

@@ -111,6 +111,36 @@ def test_codes(bits: int, instructions: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("group", [32, 64, 96, 128])
+@pytest.mark.parametrize("bits", [5, 6, 8])
+def test_codes_beside_rounded_tokens(
+    bits: int, group: int, instructions: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Tokens are rounded to whole numbers of 16 bits: next to what fp32 gives, the same on any number of threads. One that
+    is not finite is not rounded."""
+    monkeypatch.setattr(self_attention, "_kernel", self_attention._kernel.__wrapped__)
+    width, heads, hidden = 64, (6, 2), 384
+    _, given = operands(heads, width, 15, True)
+    given[0] = drawn(1, 1, hidden)
+    shapes = [(count * width, hidden) for count in (heads[0], heads[1], heads[1])] + [(1040, heads[0] * width)]
+    own = [coded(bits, shape, group, True)[0] for shape in shapes]
+    kernel = SelfAttention(tuple(own), None, width, 0.02)
+
+    def run(rounds: bool) -> tuple[Tensor, ...]:
+        monkeypatch.setenv("MOETOOL_KERNELS", "" if rounds else "exact")
+        room = CacheRoom(*given[3:])
+        return kernel(*given[:3], room), *room.held()
+
+    exact, rounded = run(False), run(True)
+    for found, expected, bound in zip(rounded, exact, (2e-2, 1e-3, 1e-3), strict=True):  # what follows bf16 is coarser
+        torch.testing.assert_close(found, expected, rtol=1 / 128, atol=bound * expected.abs().max().item())
+    request.getfixturevalue("two_threads")
+    assert all(found.equal(expected) for found, expected in zip(run(True), rounded, strict=True))
+    given[0][0, 0, 3] = torch.inf
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
 def test_norms_of_heads() -> None:
     own, given = operands((6, 2), 64, 20, False)
     norms = RootMeanSquare(drawn(64), 1e-3), RootMeanSquare(drawn(64), 0.5)

@@ -22,7 +22,7 @@ PROMPT, LAYERS = 8, 3
 TOKENS = IDS.shape[1] - PROMPT
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
@@ -36,11 +36,11 @@ FAMILIES = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True),
 }
-NEAREST = "--method", "quantize", "--rounding", "nearest", "--group-size", 16
+NEAREST = "--method", "quantize", "--rounding", "nearest", "--group-size", 32
 METHODS: dict[str, tuple[Any, ...]] = {
     "4 bits": (*NEAREST, "--bits", 4),
     "4 bits, attention in 8": (*NEAREST, "--bits", 4, "--include", "attention,embeddings"),
-    "2 bits on a base": ("--method", "ders-quantize", "--bits", 2, "--group-size", 16),
+    "2 bits on a base": ("--method", "ders-quantize", "--bits", 2, "--group-size", 32),
 }
 Make = Callable[..., PreTrainedModel]
 
@@ -90,9 +90,14 @@ def follow(model: PreTrainedModel, **options: Any) -> Tensor:
     return torch.cat([model(token, **{CACHE: cache}, **options).logits for token in following], 1)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_bits(family: str, method: str, made: Make, calls: list[int]) -> None:
+def test_the_same_bits(
+    family: str, method: str, rounds: bool, made: Make, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rounds:
+        monkeypatch.delenv("MOETOOL_KERNELS")
     model = made(family, method)
     assert isinstance(model.model, DecodingModel)
     expected = follow(layer_by_layer(model))
