@@ -1,7 +1,9 @@
 """Whether tensors still are where they were when their addresses were written down."""
 
-from collections.abc import Collection, Iterable
-from operator import attrgetter, is_
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, eq, is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 from moetool.representations.base import Weight
 from moetool.representations.operand import Products
 
-_DTYPE = attrgetter("dtype")
+_FOUND = attrgetter("_found")
+_PLACE, _STRIDE, _DTYPE = Tensor.data_ptr, Tensor.stride, attrgetter("dtype")
 
 
 class Held:
@@ -21,11 +24,14 @@ class Held:
 
     def __init__(self, holders: Iterable[nn.Module]) -> None:
         holders = list(holders)
-        stores = [store for holder in holders for store in (holder._parameters, holder._buffers) if store]
-        self._stores, self._found = stores, [tensor for store in stores for tensor in store.values()]
-        self._tensors = [tensor for tensor in self._found if tensor is not None]
-        self._places = self._now()
-        self._modules = [(holder._modules, list(holder._modules.values())) for holder in holders if holder._modules]
+        self._stores: list[dict[str, Any]] = [
+            store for own in holders for store in (own._parameters, own._buffers, own._modules) if store
+        ]
+        self._found = [found for store in self._stores for found in store.values()]
+        self._tensors = [found for found in self._found if isinstance(found, Tensor)]
+        self._places = [*map(_PLACE, self._tensors)]
+        self._strides = [*map(_STRIDE, self._tensors)]
+        self._dtypes = [*map(_DTYPE, self._tensors)]
         self._derived = [(own, derived) for own in holders if isinstance(own, Weight) and (derived := own.derived())]
 
     @classmethod
@@ -33,34 +39,18 @@ class Held:
         """What several hold, which is looked at in one go, as they recorded it."""
         made = cls(())
         for own in several:
-            made._stores += own._stores
-            made._found += own._found
-            made._tensors += own._tensors
-            made._modules += own._modules
-            made._derived += own._derived
-            for all_places, places in zip(made._places, own._places, strict=True):
-                all_places += places  # type: ignore[operator]
+            for name, noted in vars(own).items():
+                getattr(made, name).extend(noted)
         return made
-
-    def _now(self) -> tuple[list[int], list[tuple[int, ...]], list[torch.dtype]]:
-        """Addresses, strides and dtypes. By `map`: every layer asks for every token."""
-        tensors = self._tensors
-        return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.stride, tensors)], [*map(_DTYPE, tensors)]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that could be replaced."""
-        return not (self._stores or self._modules or self._derived)
+        return not (self._stores or self._derived)
 
     def is_current(self) -> bool:
         """Whether all tensors are still the objects, at the addresses and of the dtypes, that were recorded."""
-        found = [tensor for store in self._stores for tensor in store.values()]
-        return (
-            _are_same(found, self._found)
-            and self._now() == self._places
-            and all(_are_same(modules.values(), before) for modules, before in self._modules)
-            and all(_are_same(own.derived(), before) for own, before in self._derived)
-        )
+        return are_current((self,))
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Return the memory block (storage) of every held tensor."""
@@ -70,6 +60,23 @@ class Held:
     def memories(self) -> set[int]:
         """Addresses at which the memory blocks of all held tensors begin."""
         return {storage.data_ptr() for storage in self.storages()}
+
+
+def are_current(several: Collection[Held]) -> bool:
+    """Whether all of them are, as `Held.is_current` says. Every token asks: so one after the other, by `map`, without
+    lists of them."""
+
+    def noted(name: str) -> Iterator[Any]:
+        return chain.from_iterable(map(attrgetter(name), several))
+
+    return (
+        sum(map(len, noted("_stores"))) == sum(map(len, map(_FOUND, several)))
+        and all(map(is_, chain.from_iterable(map(dict.values, noted("_stores"))), noted("_found")))
+        and all(map(eq, map(_PLACE, noted("_tensors")), noted("_places")))
+        and all(map(eq, map(_STRIDE, noted("_tensors")), noted("_strides")))
+        and all(map(is_, map(_DTYPE, noted("_tensors")), noted("_dtypes")))
+        and all(_are_same(own.derived(), before) for own, before in noted("_derived"))
+    )
 
 
 def _are_same(now: Collection[object], before: Collection[object]) -> bool:

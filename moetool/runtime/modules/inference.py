@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moetool.architectures import Role
 from moetool.kernels.block import Block
-from moetool.kernels.held import Held
+from moetool.kernels.held import Held, are_current
 from moetool.kernels.products import is_packed, linear, routed, tokens_met_once
 from moetool.kernels.table import Table
 from moetool.numerics.rotation import Rotation
@@ -182,7 +182,7 @@ class KernelExperts:
         each = self.each
         if chosen is not None and chosen.device.type == "cpu" and chosen.numel() < len(each):
             each = [each[expert] for expert in set(chosen.flatten().tolist()) if 0 <= expert < len(each)]
-        return all(held.is_current() for held in (*self.common, *each))
+        return are_current([*self.common, *each])
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, `[tokens, k]`, `[tokens, k]` → `[tokens, hidden]`, in the dtype of `hidden`. Numbers of

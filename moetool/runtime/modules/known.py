@@ -5,10 +5,13 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from functools import cache
+from itertools import repeat
+from operator import attrgetter, contains
 from typing import Any
 
 from torch import nn
 
+_HOOKS, _PRE_HOOKS, _ATTRIBUTES = map(attrgetter, ("_forward_hooks", "_forward_pre_hooks", "__dict__"))
 # Passed on, and without effect where masks know of windows, and caches are of the dynamic kind.
 _UNUSED = {"sliding_window", "position_ids", "use_cache", "kwargs"}
 
@@ -74,4 +77,5 @@ def _empty(front: Any, behind: Any) -> nn.Module:
 
 def is_watched(*modules: Any) -> bool:
     """Whether somebody wants to see what goes through these modules, or do it himself, so that none may be left out."""
-    return any(own._forward_hooks or own._forward_pre_hooks or "forward" in own.__dict__ for own in modules)
+    hooks = any(map(_HOOKS, modules)) or any(map(_PRE_HOOKS, modules))  # by `map`: every token asks
+    return hooks or any(map(contains, map(_ATTRIBUTES, modules), repeat("forward")))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from moetool.kernels.held import Held
+from moetool.kernels.held import Held, are_current
 from moetool.kernels.layers import TokenLayers
 from moetool.kernels.self_attention import rotates
 from moetool.runtime.cache_name import CACHE, cache_in
@@ -70,12 +70,8 @@ class _Noted:
 
     def met_current(self, met: Sequence[Sequence[int]]) -> bool:
         """Whether the tensors of the experts that were met in each layer are where they were."""
-        return all(
-            own.each[expert].is_current()
-            for own, chosen in zip(self.experts, met, strict=True)
-            if own.each
-            for expert in chosen
-        )
+        layers = zip(self.experts, met, strict=True)
+        return are_current([own.each[expert] for own, chosen in layers if own.each for expert in chosen])
 
 
 class DecodingModel(InFront):
