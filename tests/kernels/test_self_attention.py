@@ -116,8 +116,10 @@ def test_codes(bits: int, instructions: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_codes_beside_rounded_tokens(
     bits: int, group: int, instructions: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Tokens are rounded to whole numbers of 16 bits: next to what fp32 gives, the same on any number of threads. One that
-    is not finite is not rounded."""
+    """Tokens are rounded to whole numbers of 16 bits: next to what fp32 gives, the same on any number of threads.
+
+    One that is not finite is not rounded.
+    """
     monkeypatch.setattr(self_attention, "_kernel", self_attention._kernel.__wrapped__)
     width, heads, hidden = 64, (6, 2), 384
     _, given = operands(heads, width, 15, True)
