@@ -31,7 +31,7 @@ class CodeOptions(Options):
     group_size: int = Field(
         128,
         ge=1,
-        description="Inputs that share a scale; lowered to the next divisor of a row where needed.",
+        description="Inputs that share a scale; lowered to a divisor of a row where needed.",
     )
 
 

@@ -350,18 +350,26 @@ def group_size(group: int, columns: int) -> int:
 
 
 def fitting_group(group: int, length: int) -> int:
-    """The largest divisor of `length` that is at most `group`; 0, all of a row, fits always.
+    """A divisor of `length` that is at most `group`, and `group` itself if it is one; 0, all of a row, fits always.
+
+    Of the divisors from half of the largest on it is the largest that 32 divides, or else 16, if there is one: products
+    go through groups by vectors of so many numbers, and take up to eight times as long with others. So 2,880 inputs
+    have groups of 96 rather than of 120.
 
     Raises:
         ValueError: that is 1 where more was asked for: a scale per number takes more than it saves.
     """
     if group == 0:
         return 0
-    largest = max(size for size in _divisors(length) if size <= group)
+    fitting = [size for size in _divisors(length) if size <= group]
+    largest = max(fitting)
     if largest == 1 < min(group, length):
         above = min(size for size in _divisors(length) if size > group)
         raise ValueError(f"rows of {length} numbers cannot be cut into equal groups of 2 to {group}; {above} would do")
-    return largest
+    if largest in (group, length):
+        return largest
+    vectors = (size for lanes in (32, 16) for size in reversed(fitting) if 2 * size >= largest and size % lanes == 0)
+    return next(vectors, largest)
 
 
 def _divisors(length: int) -> list[int]:

@@ -89,17 +89,19 @@ def test_groups_must_divide(group: int, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "length", "largest"),
+    ("group", "length", "fitting"),
     [
         *((128, 192, 96), (128, 576, 96), (128, 97, 97), (128, 128, 128), (128, 14336, 128)),
         *((20, 32, 16), (7, 768, 6), (1, 97, 1), (0, 97, 0), (128, 1, 1)),
+        # Not the largest, but for vectors: as in gpt-oss and Nemotron-3; of 16; and where there are none.
+        *((128, 2880, 96), (128, 1856, 64), (128, 1200, 80), (128, 230, 115), (120, 2880, 120), (100, 96, 96)),
     ],
 )
-def test_the_largest_group_that_fits(group: int, length: int, largest: int) -> None:
-    assert Quantized(4, group).fitted((5, length)) == Quantized(4, largest)
-    assert QuantizedMatrix(4, group).fitted((5, length)) == QuantizedMatrix(4, largest)
-    assert QuantizedLowRank(3, 4, group).fitted((length, length)) == QuantizedLowRank(3, 4, largest)
-    Quantized(4, largest).tensors((5, length))
+def test_the_group_that_fits(group: int, length: int, fitting: int) -> None:
+    assert Quantized(4, group).fitted((5, length)) == Quantized(4, fitting)
+    assert QuantizedMatrix(4, group).fitted((5, length)) == QuantizedMatrix(4, fitting)
+    assert QuantizedLowRank(3, 4, group).fitted((length, length)) == QuantizedLowRank(3, 4, fitting)
+    Quantized(4, fitting).tensors((5, length))
 
 
 def test_groups_of_one_are_taken_only_if_asked_for() -> None:

@@ -29,7 +29,7 @@ class DecomposeOptions(GivenBaseOptions):
     group_size: int = Field(
         128,
         ge=1,
-        description="Inputs that share a scale in a quantized base; lowered to the next divisor of a row where needed.",
+        description="Inputs that share a scale in a quantized base; lowered to a divisor of a row where needed.",
     )
 
 
