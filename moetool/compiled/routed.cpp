@@ -11,8 +11,16 @@
 #include "trellis_rows.h"
 #include "work.h"
 
-// y[row] += M[row] · x for B calls of `decode` from q on, all groups.
-template <Form F, int N, int B> static inline void dot(const Operand m, long q, const Batch& batch) {
+// Rows of numbers may end within a vector: the last one then begins W before their end, where the others have been, and
+// meets zeros there.
+static bool in_vectors(const Operand& m) { return aligned(m) || (m.form <= F16 && !m.transposed && m.columns >= W); }
+static inline vf last(const float* x, long columns) {
+  float own[W];
+  for (long i = 0; i < W; i++) own[i] = i < W - columns % W ? 0 : x[columns - W + i];
+  return load(own);
+}
+// y[row] += M[row] · x for B calls of `decode` from q on, all groups; `ends` are the last vectors of x, if they are cut.
+template <Form F, int N, int B> static inline void dot(const Operand m, long q, const Batch& batch, const vf* ends) {
   constexpr int P = served(F);
   const vf levels = looked_up(F) ? load(m.levels) : vf{};
   const long group = coded(F) ? m.group : m.columns, groups = m.columns / group;
@@ -20,10 +28,7 @@ template <Form F, int N, int B> static inline void dot(const Operand m, long q, 
   for (long g = 0; g < groups; g++) {
     const long start = g * group;
     vf part[B][P][N] = {};
-    for (long i = start; i < start + group; i += W) {
-      vf x[N];
-#pragma GCC unroll 8
-      for (int n = 0; n < N; n++) x[n] = load(batch.x[n] + i);
+    const auto add = [&](long i, const vf* x) {
 #pragma GCC unroll 8
       for (int b = 0; b < B; b++) {
         vf w[P];
@@ -33,7 +38,14 @@ template <Form F, int N, int B> static inline void dot(const Operand m, long q, 
 #pragma GCC unroll 8
           for (int n = 0; n < N; n++) part[b][j][n] += w[j] * x[n];
       }
+    };
+    for (long i = start; i + W <= start + group; i += W) {
+      vf x[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) x[n] = load(batch.x[n] + i);
+      add(i, x);
     }
+    if (!coded(F) && ends) add(m.columns - W, ends);
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++)
 #pragma GCC unroll 8
@@ -87,9 +99,12 @@ template <Form F, int N> static void dots(const Operand& m, long begin, long end
     }
 #endif
   constexpr int B = N == 1 && F != F32 ? 1 : 4 / served(F);  // one token: in one stream short rows take half the time
+  vf tails[N];
+  for (int n = 0; n < N && m.columns % W; n++) tails[n] = last(batch.x[n], m.columns);
+  const vf* ends = m.columns % W ? tails : nullptr;
   long q = begin;
-  for (; q + B <= end; q += B) dot<F, N, B>(m, q, batch);
-  for (; q < end; q++) dot<F, N, 1>(m, q, batch);
+  for (; q + B <= end; q += B) dot<F, N, B>(m, q, batch, ends);
+  for (; q < end; q++) dot<F, N, 1>(m, q, batch, ends);
 }
 // The same where bytes do not serve whole rows: `begin` and `end` are rows.
 static void unaligned_dots(const Operand& m, long begin, long end, const Batch& batch) {
@@ -194,7 +209,7 @@ template <Form F> static void product(const Operand& m, long begin, long end, co
 }
 static void product(const Operand& m, long begin, long end, const Batch& batch) {
   if (m.form == SPARSE) return sparse_dots(m, begin, end, batch);
-  if (!aligned(m)) return m.transposed ? unaligned_mix(m, begin, end, batch) : unaligned_dots(m, begin, end, batch);
+  if (!in_vectors(m)) return m.transposed ? unaligned_mix(m, begin, end, batch) : unaligned_dots(m, begin, end, batch);
 #define EACH(F) case F: return product<F>(m, begin, end, batch);
   switch (m.form) { FORMS(EACH) }
 #undef EACH

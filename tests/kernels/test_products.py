@@ -77,6 +77,22 @@ def test_where_the_processor_has_no_products_of_16_bits(
     assert error(found, inputs.double() @ weight.dense().detach().double().T) < torch.finfo(dtype).eps
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_numbers_of_any_length(dtype: torch.dtype, instructions: str) -> None:
+    """A cut vector at their end counts what is in it once; a token has the same bits alone and among others."""
+    for columns in (*range(1, 50), 77, 448, 447):
+        generator = torch.Generator().manual_seed(columns)
+        matrix, inputs = (torch.randn(rows, columns, generator=generator) for rows in (11, 4))
+        own = numbers(matrix.to(dtype))
+        table = Table([((own,),)], (11, columns), ())
+        found = routed(table, torch.zeros(4, dtype=torch.int64), inputs)
+        assert error(found, inputs.double() @ own.data.double().T) < 1e-6, columns
+        for token in range(4):
+            alone = routed(table, torch.zeros(1, dtype=torch.int64), inputs[token : token + 1])
+            assert alone[0].equal(found[token]), (columns, token)
+
+
 def coded(bits: int, shape: tuple[int, int], group: int, seed: int = 0) -> Operand:
     generator = torch.Generator().manual_seed(seed)
     size = (packed_size(shape[0] * shape[1], bits),)

@@ -16,6 +16,7 @@ from moetool.compress.delta_forms import base_representations, in_groups
 from moetool.errors import UsageError
 from moetool.format.layout import NO_BASE
 from moetool.numerics.counter import key
+from moetool.numerics.packing import rows_served
 from moetool.numerics.quantization import BITS
 from moetool.numerics.rotation import Rotation
 from moetool.numerics.trellis import WIDTHS
@@ -129,7 +130,7 @@ def on_base(
         own: list[Representation] = [LowRank(0), *(codes_form(b, group, matrix, trellis) for b in near)]
         own += _row_forms(role, near, group, matrix, trellis)
         if few:
-            ranks = sorted({max(1, math.floor(break_even_rank(matrix) * share)) for share in _LOW_RANK_SHARES})
+            ranks = sorted({_rank(break_even_rank(matrix) * share) for share in _LOW_RANK_SHARES})
             own += [in_groups(QuantizedLowRank(rank, _LOW_RANK_BITS, group), matrix, group) for rank in ranks]
         if bits is not None and rotated_by is None and (bits * _REACH >= 16 or not near[1:]):
             own.append(Dense())
@@ -169,6 +170,13 @@ def without_base(
             own += _row_forms(role, near, group, matrix, trellis)
         forms[role] = _rising(own, matrix)
     return StorageScheme(_named(_NONE, rotated_by), {role: NO_BASE[role] for role in shape.roles}, forms, rotated_by)
+
+
+def _rank(near: float) -> int:
+    """The nearest rank of which bytes serve whole rows of factors, as products want them; below the least of these any
+    up to it."""
+    step = rows_served(_LOW_RANK_BITS)
+    return step * round(near / step) if near >= step else max(1, math.floor(near))
 
 
 def codes_form(bits: int, group: int, matrix: tuple[int, int], trellis: bool) -> Representation:
