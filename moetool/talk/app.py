@@ -40,6 +40,7 @@ from moetool.talk.requests import (
     AskedResponse,
     check_request,
     is_drawn,
+    no_object,
     stop_words,
 )
 from moetool.talk.stopping import StopWords, cut, cut_events
@@ -178,7 +179,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         status, told = error.status_code, error.detail
     elif isinstance(error, RequestValidationError):
-        told = f"The body is not a JSON object: {error.errors()[0]['msg']}."
+        told = no_object(error.errors()[0]["msg"])
         if "json" not in (sent := request.headers.get("content-type", "no type")):
             told = f"The body is sent as {sent}. Send it as JSON: curl -H 'Content-Type: application/json' …"
     return JSONResponse({"error": {"message": told, "type": "invalid_request_error"}}, status_code=status)

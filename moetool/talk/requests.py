@@ -35,6 +35,11 @@ class ChatMessage(BaseModel):
         return content
 
 
+def no_object(why: str) -> str:
+    """What is told of a body that is no JSON object."""
+    return f"The body is not a JSON object: {why}."
+
+
 class AnswerFormat(BaseModel):
     """Form of the answer: a grammar, such as one of JSON, is not enforced."""
 
