@@ -1,6 +1,7 @@
-"""Stop words of an answer: generation ends at them, and programs are not given them."""
+"""Ends of answers: generation ends at stop words, which programs are not given, and errors in streams are told."""
 
 import json
+import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -45,11 +46,19 @@ async def cut_events(events: AsyncGenerator[str, None], signs: Sequence[str]) ->
             try:
                 chunk = json.loads(event.removeprefix("data: "))
                 [choice] = chunk["choices"]
-            except (ValueError, KeyError):  # an error is told
-                yield f"{event}\n\n"
+            except (ValueError, KeyError):
+                yield _told_error(event)
                 continue
             if passed(choice, choice.get("delta", choice)):
                 yield f"data: {json.dumps(chunk)}\n\n"
+
+
+def _told_error(event: str) -> str:
+    """An event that tells of an error as OpenAI's API does: transformers gives its text alone, of which programs only
+    say that there was an error."""
+    if found := re.fullmatch(r'data: \{"error": "(.*)"\}', event, re.DOTALL):
+        return f"data: {json.dumps({'error': {'message': found[1], 'type': 'invalid_request_error'}})}\n\n"
+    return f"{event}\n\n"
 
 
 class _Cut:

@@ -106,6 +106,13 @@ def test_an_answer_ends_before_its_first_stop_word(ask: Ask, stream: bool) -> No
         assert answer(stop) == (whole[:end], "stop")
 
 
+def test_an_error_in_a_stream_is_told_as_openais_api_does(ask: Ask) -> None:
+    status, events = ask("/v1/completions", prompt="one two three " * 2000, stream=True)
+    error = json.loads(events.split("\n\n")[0].removeprefix("data: "))["error"]
+    assert (status, error["type"]) == (200, "invalid_request_error")
+    assert re.match(r"The prompt has \d+ tokens, and the model \d+ positions", error["message"])
+
+
 def test_a_bias_of_a_token_counts(ask: Ask, tiny_mixtral: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
     token = 7
