@@ -36,6 +36,7 @@ _HOTTEST = 2.0
 SEPARATOR = "\n\n"
 READ_CHARS = 1 << 20
 _LOGGER = logging.getLogger(__name__)
+_NO_TEXT = ("int", "uint", "float", "double", "half", "bool", "binary", "large_binary")  # types of parquet
 _LOOKED_AT, _LARGE = 20, 1 << 26  # files of a folder, and bytes of one, that are looked at beforehand
 _ENDINGS = 5  # of files that are skipped, which are named
 
@@ -203,12 +204,15 @@ def check_data(data: str, *, own: bool = False) -> tuple[DataSpec, ...]:
 
 
 def _check_file(file: Path, column: str | None) -> bool:
-    """Whether a file holds text, for parquet any bytes. Raises `InvalidInputError` for one without the column, of which
-    the first record is read, or for parquet the schema; a `.jsonl` file that is one large array is left to the job."""
+    """Whether a file holds text, for parquet any rows. Raises `InvalidInputError` for one without text in the column,
+    by its first record or, for parquet, its schema; a `.jsonl` file that is one large array is left to the job."""
     size = file.stat().st_size
     if file.suffix == ".parquet" and size:
-        _columns(dict.fromkeys(_parquet(file).schema.to_arrow_schema().names, ""), str(file), column)
-        return True
+        schema = (footer := _parquet(file)).schema.to_arrow_schema()
+        for name in _columns(dict.fromkeys(schema.names, ""), str(file), column):
+            if (kind := str(schema.field(name).type)).startswith(_NO_TEXT):
+                raise InvalidInputError(f"{file}, {name!r} holds {kind}, not text. Name another column.")
+        return bool(footer.num_rows)
     with reading(file), file.open("rb") as opened:
         if file.suffix == ".jsonl" and opened.read(1) == b"[" and size > _LARGE:
             return True

@@ -20,6 +20,19 @@ ALIGNMENT = 8
 _ORDER = {dtype: position for position, dtype in enumerate(DTYPE_CODES)}
 
 
+class NotFiniteError(VerificationError):
+    """A tensor that was to be written holds NaN or infinity.
+
+    Attributes:
+        tensor: its name.
+    """
+
+    def __init__(self, tensor: str, file: Path) -> None:
+        what = f"Tensor {tensor} holds NaN or infinity; {file} was not written."
+        super().__init__(f"{what} Look at the step that computed it.")
+        self.tensor = tensor
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, dtype and shape of a tensor that is to be written."""
@@ -135,10 +148,7 @@ class CheckpointWriter:
                     end = position + due_bytes
                     for piece in _pieces(tensor):
                         if not is_finite(piece):
-                            raise VerificationError(
-                                f"Tensor {name} holds NaN or infinity; {file} was not written. "
-                                "Look at the step that computed it, or at the source if it was only copied."
-                            )
+                            raise NotFiniteError(name, file)
                         with storage_errors(file, needed):
                             position = _write(handle.fileno(), byte_view(piece), position)
                     del tensor, piece  # before the caller makes the next one

@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 
+from moetool.cli.streams import secure_streams
 from moetool.errors import InterruptedRunError
 
 
 def main() -> None:
     """Entry point of the `moetool` script: sets the environment that libraries read when they load, and runs the
     command."""
+    secure_streams()
     # Threads that wait by spinning take the core from the one they wait for, on a machine that does anything else: six
     # times slower beside one busy neighbour. Read when torch is loaded, so it has to be said before.
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -95,12 +95,16 @@ class HintingCommand(TyperCommand):
 
     def make_parser(self, ctx: Any) -> Any:
         """The parser of the command line, which keeps every value of an option, so that one of another kind than a list
-        cannot be given two: of these the last would count, and nobody would be told.
+        cannot be given two: of these the last would count, and nobody would be told. An empty path is refused, too.
 
         Its errors are those of the parser: exit code 2.
         """
-        options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
-        single = [cast(Any, one) for one in options if not getattr(one, "multiple", False)]
+        parameters = [cast(Any, one) for one in self.get_params(ctx)]
+        options = [one for one in parameters if one.param_type_name == "option"]
+        arguments = [one for one in parameters if one.param_type_name == "argument"]
+        kinds = {one.name: get_args(one.annotation)[0] for one in self.parameters}
+        paths = [one for one in parameters if Path in ((kind := kinds.get(one.name)), *get_args(kind))]
+        single = [one for one in options if not getattr(one, "multiple", False)]
         for option in single:  # only for what it tells the parser
             option.multiple = True
         parser: Any = super().make_parser(ctx)
@@ -113,6 +117,9 @@ class HintingCommand(TyperCommand):
             for option in single:
                 if option.name in found:
                     found[option.name] = _only(ctx, option, found[option.name])
+            for one in paths:
+                if found.get(one.name) == "":  # of a shell's variable that is not set; `Path("")` is the folder here
+                    ctx.fail(f"{one.metavar if one in arguments else one.opts[0]} is empty: give a path.")
             return found, *rest
 
         parser.parse_args = parse_args

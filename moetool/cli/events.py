@@ -23,9 +23,9 @@ class EventLog:
     """
 
     def __init__(self, file: Path, *models: Path) -> None:
-        """Raises `UsageError` where nothing can be written, or inside one of the `models`, which may be the output."""
+        """Raises `UsageError` where nothing can be written, or inside one of the `models`, those read and written."""
         for model in models:
-            if file.absolute().is_relative_to(model.absolute()):
+            if file.resolve().is_relative_to(model.resolve()):
                 raise UsageError(f"--log-json {file} lies inside {model}, which holds a model alone. Write beside it.")
         try:
             self._descriptor: int | None = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)

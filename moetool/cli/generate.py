@@ -77,6 +77,7 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     def wrapper(**arguments: object) -> None:
         try:
             function(**arguments)
+            sys.stdout.flush()  # here a full disk is an error of the command
         except KeyboardInterrupt as error:
             resumable = "resume" in inspect.signature(function).parameters
             hint = ": nothing finished is lost, go on with --resume" if resumable else ""

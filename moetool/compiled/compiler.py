@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -23,6 +24,7 @@ from moetool.compiled import forms
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+_ROOM = 8 << 20  # bytes; the kernels are a tenth of that
 _SECONDS = 300  # that a compiler may take; it takes about 15 of processor time
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
@@ -87,7 +89,10 @@ def _attempt() -> str:
         except subprocess.TimeoutExpired:
             return f"{compiler[0]} has not compiled them in {_SECONDS} seconds"
         except (OSError, subprocess.SubprocessError) as error:
-            said = said or " ".join((getattr(error, "stderr", None) or str(error)).split())[:200]
+            words = " ".join((getattr(error, "stderr", None) or str(error)).split())
+            said = said or words[:200]
+            if any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT)):
+                break  # with other flags it would take as long, and fail as it did
         else:
             return ""
     return f"{compiler[0]} cannot compile or load them: {said}"
@@ -119,14 +124,13 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
         *(*_FLAGS, *flags, platform.machine(), _processor()),
     ]
     name = f"routed-{_digest('|'.join(made_from).encode())}"
-    folder = _writable()
-    for file in folder.glob(f"{name}.*.so"):
-        try:
-            if file == folder / _named(name, file):  # half a library can end the process that loads it
+    for file in (file for folder in filter(_is_own, cache_directories()) for file in folder.glob(f"{name}.*.so")):
+        with suppress(OSError):
+            if file == file.parent / _named(name, file):  # half a library can end the process that loads it
                 return ctypes.CDLL(str(file))
-        except OSError:
-            pass
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+    folder = _roomy()
     _LOGGER.info("compiling kernels with %s, once", compiler[0])
     with tempfile.TemporaryDirectory(dir=folder) as made:
         target = Path(made) / f"{name}.so"
@@ -191,17 +195,26 @@ def cache_directories() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"moetool-{os.getuid()}"
 
 
+def _is_own(folder: Path) -> bool:
+    """Whether only this user can write in a folder: what lies there is run."""
+    try:
+        state = folder.lstat()
+    except OSError:
+        return False
+    return state.st_uid == os.getuid() and not state.st_mode & 0o022 and folder.is_dir() and not folder.is_symlink()
+
+
 @cache
-def _writable() -> Path:
-    """The first of the folders that can be written, by this user and no other; one for this process alone if there is
-    none: what lies there is run."""
+def _roomy() -> Path:
+    """The first of the folders that this user alone can write to and that has room for the kernels; one for this
+    process alone if there is none."""
     for folder in cache_directories():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            state = folder.lstat()
-            with tempfile.TemporaryFile(dir=folder):
-                if state.st_uid == os.getuid() and not state.st_mode & 0o022 and not folder.is_symlink():
-                    return folder
+            with tempfile.TemporaryFile(dir=folder) as tried:
+                tried.write(bytes(_ROOM))
+            if _is_own(folder):
+                return folder
         except OSError:
             pass
     own = Path(tempfile.mkdtemp(prefix="moetool-"))

@@ -141,7 +141,5 @@ class Customized(Converted, Generic[SpecT]):
 
 
 def mean(parts: Sequence[Tensor]) -> Tensor:
-    """The mean of several tensors, formed in fp32; the tensor itself if there is one."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)
+    """The mean of several tensors, in fp32 whatever theirs are; the tensor itself if there is one."""
+    return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts]).mean(0)

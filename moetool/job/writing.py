@@ -24,8 +24,9 @@ from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, noted
 from moetool.checkpoint.names import CARD, CONFIG, INDEX
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.checkpoint.writer import InParts, TensorSpec
+from moetool.checkpoint.writer import InParts, NotFiniteError, TensorSpec, is_finite
 from moetool.costs.phases import ENCODE, WRITE
+from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry
 from moetool.format.kinds import custom_module
@@ -194,7 +195,11 @@ def write_checkpoint(
                     return_heap()
                     job.progress.advance()
 
-            file = writer.write_shard(shard, tensors())
+            try:
+                file = writer.write_shard(shard, tensors())
+            except NotFiniteError as error:
+                _refuse_damaged(checkpoint, error.tensor)
+                raise
             spent = [path for layer in plan.layers(shard) for path in making.spent(layer)] if making is not None else []
             job.finish(f"write/{shard}", made=[file], spent=spent, told={SHA256: file_sha256(file)})
         if not job.ranks.is_first:
@@ -224,6 +229,14 @@ def write_checkpoint(
     )
     write_json(job.output / CONFIG, config)
     writer.finish()
+
+
+def _refuse_damaged(checkpoint: Checkpoint, name: str) -> None:
+    """Raise `InvalidInputError` if the tensor of that name in a job's input has numbers that are not finite."""
+    if name in checkpoint.tensors and not is_finite(checkpoint.read(name)):
+        raise InvalidInputError(
+            f"Tensor {name} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
+        )
 
 
 def record_origin(

@@ -3,13 +3,14 @@
 import inspect
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from moetool.errors import InvalidInputError, ResourceError
 from moetool.runtime.cache_name import CACHE, cache_of
+from moetool.runtime.modules.simoe_mixing import interpolation_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -40,9 +41,10 @@ def time_decode(model: "PreTrainedModel", batch: int, length: int, new_tokens: i
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary(model), (batch, length + new_tokens), generator=generator).to(model.device)
     prompt, *following = ids.split([length, *[1] * new_tokens], dim=1)
-    last = {"logits_to_keep": 1} if keeps_last(model) else {}
+    last: dict[str, Any] = {"logits_to_keep": 1} if keeps_last(model) else {}
     try:
         with torch.inference_mode():
+            last |= begun_cache(model)
             output, prefill = _timed(lambda: model(input_ids=prompt, use_cache=bool(new_tokens), **last), model.device)
             if not new_tokens:
                 return Seconds(prefill, 0.0)
@@ -57,6 +59,14 @@ def time_decode(model: "PreTrainedModel", batch: int, length: int, new_tokens: i
         raise ResourceError(
             f"{batch} prompts of {length} tokens do not fit in memory beside the model: take fewer or shorter ones."
         ) from error
+
+
+def begun_cache(model: "PreTrainedModel") -> "dict[str, Cache]":
+    """The empty cache that `generate` gives a model with SIMoE's masks, by its name; nothing for other models, which
+    begin one by themselves. It tells a prompt, all of which says how experts are mixed, from a text to be scored."""
+    from transformers import DynamicCache
+
+    return {} if interpolation_of(model) is None else {CACHE: DynamicCache(config=model.config)}
 
 
 def vocabulary(model: "PreTrainedModel") -> int:

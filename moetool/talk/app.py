@@ -7,7 +7,8 @@ are left out.
 import contextlib
 import functools
 import inspect
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,10 @@ from moetool.talk.requests import (
     AskedResponse,
     check_request,
     is_drawn,
+    no_object,
+    stop_words,
 )
+from moetool.talk.stopping import StopWords, cut, cut_events
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +53,7 @@ _HANDLERS: dict[str, tuple[Any, type[AskedFor]]] = {
     "completion_handler": (CompletionHandler, AskedCompletion),
     "response_handler": (ResponseHandler, AskedResponse),
 }
+_APPLIED_HERE = {"stop": None, "logit_bias": None, "seed": None}  # fields that transformers applies otherwise
 _LEFT_OUT = {"/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions"}
 
 
@@ -83,7 +88,7 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = f"{{{{ raise_exception('{NO_TEMPLATE}') }}}}"
     model = load_to_generate(checkpoint, options, progress)[0]
-    _keep_to_context(model, context_length(checkpoint.settings))
+    _prepare_generation(model, context_length(checkpoint.settings))
     manager, state = LoadedModel(name, model, tokenizer), GenerationState()
     served = {
         kind: _checking(handler(model_manager=manager, generation_state=state), asked)
@@ -105,13 +110,21 @@ def _checking(handler: Any, asked: type[AskedFor]) -> Any:
     async def checked(body: dict[str, Any], request_id: str) -> Any:
         check_request(asked, body)
         answer = await handle({"stream": False, **body}, request_id)  # transformers streams responses unless told
-        if isinstance(answer, StreamingResponse) and asked is not AskedResponse:
-            answer.body_iterator = _ended(answer.body_iterator)
-        return answer
+        if asked is AskedResponse:
+            return answer
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = _ended(answer.body_iterator, stop_words(body))
+            return answer
+        return JSONResponse(cut(json.loads(answer.body), stop_words(body)))
 
     @functools.wraps(build)
     def built(body: dict[str, Any], *given: Any, **named: Any) -> Any:
-        config = build(body, *given, **named)
+        config = build({**body, **_APPLIED_HERE}, *given, **named)
+        if words := stop_words(body):
+            config.stop_strings = words
+        if bias := body.get("logit_bias"):
+            config.sequence_bias = {(int(token),): float(added) for token, added in bias.items()}
+        config.moetool_seed = body.get("seed")
         config.do_sample = is_drawn(body) or config.do_sample  # else transformers passes over the temperature
         return config
 
@@ -119,29 +132,42 @@ def _checking(handler: Any, asked: type[AskedFor]) -> Any:
     return handler
 
 
-async def _ended(events: Any) -> AsyncGenerator[Any, None]:
-    """A stream's events, and the one by which programs know its end."""
+async def _ended(events: Any, signs: Sequence[str]) -> AsyncGenerator[Any, None]:
+    """A stream's events without stop words, and the one by which programs know its end."""
     async with contextlib.aclosing(events):
-        async for event in events:
+        async for event in cut_events(events, signs):
             yield event
     yield "data: [DONE]\n\n"
 
 
-def _keep_to_context(model: Any, context: int | None) -> None:
-    """Let `generate` refuse prompts that there are no positions for, and end where positions do."""
+def _prepare_generation(model: Any, context: int | None) -> None:
+    """Let `generate` refuse prompts that there are no positions for, end at stop words and where positions do, and seed
+    what it draws when it begins: other requests may be answered between a request's arrival and its turn."""
     generate = model.generate
+    tokens = model.get_input_embeddings().num_embeddings
 
     @functools.wraps(generate)
-    def checked(*, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> Any:
+    def checked(*, input_ids: torch.Tensor, generation_config: Any, tokenizer: Any, **given: Any) -> Any:
         prompt = input_ids.shape[1]
         if prompt == 0:
             raise UsageError(EMPTY_PROMPT)
         if context is not None:
             if prompt >= context:
                 raise UsageError(f"The prompt has {prompt} tokens, and the model {context} positions.")
-            generation_config.max_new_tokens = min(generation_config.max_new_tokens, context - prompt)
+            wanted = generation_config.max_new_tokens or context
+            generation_config.max_new_tokens = min(wanted, context - prompt)
+        for (token,) in generation_config.sequence_bias or ():
+            if not 0 <= token < tokens:
+                raise UsageError(f"logit_bias: the model has tokens 0 to {tokens - 1}, and none with number {token}.")
+        signs, generation_config.stop_strings = generation_config.stop_strings or (), None
+        if generation_config.moetool_seed is not None:
+            torch.manual_seed(generation_config.moetool_seed)
         return generate(
-            input_ids=input_ids, generation_config=generation_config, logits_processor=[only_numbers], **given
+            input_ids=input_ids,
+            generation_config=generation_config,
+            logits_processor=[only_numbers],
+            stopping_criteria=[StopWords(tokenizer, signs, prompt)] if signs else [],
+            **given,
         )
 
     model.generate = checked
@@ -153,7 +179,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         status, told = error.status_code, error.detail
     elif isinstance(error, RequestValidationError):
-        told = f"The body is not a JSON object: {error.errors()[0]['msg']}."
+        told = no_object(error.errors()[0]["msg"])
         if "json" not in (sent := request.headers.get("content-type", "no type")):
             told = f"The body is sent as {sent}. Send it as JSON: curl -H 'Content-Type: application/json' …"
     return JSONResponse({"error": {"message": told, "type": "invalid_request_error"}}, status_code=status)

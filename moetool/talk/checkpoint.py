@@ -15,6 +15,7 @@ from moetool.measure.loading import load_to_generate
 from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.talk.conversation import STOP, Turn, Until, Write, plain_prompt
 from moetool.talk.options import ChatOptions
+from moetool.talk.stopping import StopWords
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -40,18 +41,19 @@ class CheckpointTalker:
 
         ids = self._encode(messages)
         new_tokens = self._room_after(len(ids))
-        until = Until(write, None if self.has_template else STOP)
+        signs = [] if self.has_template else [STOP]
+        until = Until(write, signs)
         streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: until(text)
         cache = self._cache_for(ids)
         config = generation_config(self._model, self._tokenizer, new_tokens, self._options.temperature)
-        config.return_dict_in_generate, config.stop_strings = True, None if self.has_template else [STOP]
+        config.return_dict_in_generate = True
         tokens = torch.tensor([ids], device=self._model.device)
         output = self._model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             generation_config=config,
-            tokenizer=self._tokenizer,
+            stopping_criteria=[StopWords(self._tokenizer, signs, len(ids))],
             streamer=streamer,
             logits_processor=[only_numbers],
             **{CACHE: cache},

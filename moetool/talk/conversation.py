@@ -83,35 +83,36 @@ def plain_prompt(messages: Sequence[Turn]) -> str:
 
 
 class Until:
-    """Passes text on as it comes, without leading spaces, up to a sign that ends it.
+    """Passes text on as it comes, up to the first of some signs that end it, which is left out.
 
     Attributes:
         text: all that was passed on.
+        ended: whether a sign was found.
     """
 
-    def __init__(self, write: Write, sign: str | None) -> None:
-        self._write, self._sign, self._held, self._ended = write, sign, "", False
-        self.text = ""
+    def __init__(self, write: Write, signs: Sequence[str], *, trimmed: bool = True) -> None:
+        """`trimmed` leaves out leading spaces, too. An empty sign ends nothing."""
+        self._write, self._signs, self._trimmed = write, [sign for sign in signs if sign], trimmed
+        self._held, self.text, self.ended = "", "", False
 
     def __call__(self, piece: str) -> None:
-        if self._ended:
+        if self.ended:
             return
         self._held += piece
-        if self._sign is not None and self._sign in self._held:
-            self._held, self._ended = self._held.partition(self._sign)[0], True
+        if found := [at for sign in self._signs if (at := self._held.find(sign)) >= 0]:
+            self._held, self.ended = self._held[: min(found)], True
             self._pass(len(self._held))
-        else:  # the end of it may be the beginning of the sign
-            sign = self._sign or ""
-            begun = max((n for n in range(1, len(sign)) if self._held.endswith(sign[:n])), default=0)
-            self._pass(len(self._held) - begun)
+        else:  # the end of it may be the beginning of a sign
+            begun = (n for sign in self._signs for n in range(1, len(sign)) if self._held.endswith(sign[:n]))
+            self._pass(len(self._held) - max(begun, default=0))
 
     def finish(self) -> None:
-        """Pass on the text that was held back as a possible beginning of a stop word."""
-        if not self._ended:
+        """Pass on the text that was held back as a possible beginning of a sign."""
+        if not self.ended:
             self._pass(len(self._held))
 
     def _pass(self, count: int) -> None:
         piece, self._held = self._held[:count], self._held[count:]
-        if piece := piece if self.text else piece.lstrip():
+        if piece := piece.lstrip() if self._trimmed and not self.text else piece:
             self.text += piece
             self._write(piece)

@@ -66,7 +66,7 @@ class GgufTalker:
 
     def answer(self, messages: Sequence[Turn], write: Write) -> tuple[str, int]:
         """Generate; llama.cpp itself keeps what it knows of earlier turns."""
-        until = Until(write, None if self.has_template else STOP)
+        until = Until(write, [] if self.has_template else [STOP])
         given = {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature, "stream": True}
         count = 0
         try:

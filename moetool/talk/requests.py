@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Json, Strict, ValidationError, field_validator
 
 from moetool.errors import UsageError
 from moetool.measure.generation import check_unicode
@@ -35,6 +35,11 @@ class ChatMessage(BaseModel):
         return content
 
 
+def no_object(why: str) -> str:
+    """What is told of a body that is no JSON object."""
+    return f"The body is not a JSON object: {why}."
+
+
 class AnswerFormat(BaseModel):
     """Form of the answer: a grammar, such as one of JSON, is not enforced."""
 
@@ -43,6 +48,8 @@ class AnswerFormat(BaseModel):
 
 class AskedFor(BaseModel):
     """What requests of all routes can ask of generation; other fields are left to transformers."""
+
+    model_config = ConfigDict(strict=True)  # a number in quotes would go on to transformers as it is
 
     n: Literal[1] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -55,6 +62,15 @@ class AskedFor(BaseModel):
     best_of: Literal[1] | None = None
     presence_penalty: Literal[0] | None = None
     response_format: AnswerFormat | None = None
+    suffix: Literal[""] | None = None  # transformers' server would only write it behind the answer
+    logit_bias: dict[Annotated[int, Strict(False)], FiniteFloat] | None = None  # keys in JSON are strings
+    generation_config: Json[dict[str, object]] | None = None
+
+
+def stop_words(body: Mapping[str, object]) -> list[str]:
+    """Texts at which the answer of a checked body ends; an empty one ends nothing."""
+    stop = body.get("stop") or []
+    return [word for word in ([stop] if isinstance(stop, str) else stop) if word]  # type: ignore[attr-defined]
 
 
 def is_drawn(body: Mapping[str, object]) -> bool:

@@ -11,7 +11,7 @@ from moetool.errors import UsageError
 from moetool.job.progress import SILENT, Progress
 from moetool.talk.gguf import ALL_LAYERS, CHAT_TEMPLATE, loading
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE
+from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE, no_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -117,8 +117,7 @@ def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
         app: FastAPI = server.create_app(server_settings=ServerSettings(), model_settings=[settings])
     assert server._llama_proxy is not None  # create_app has loaded the file there, and tells nobody
     llama = server._llama_proxy()
-    if not llama.tokenize(b""):
-        app.add_middleware(_Prompted)
+    app.add_middleware(_Asked, may_be_empty=bool(llama.tokenize(b"")))
     if CHAT_TEMPLATE not in llama.metadata:
         from starlette.routing import Route
 
@@ -127,19 +126,26 @@ def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
     return app
 
 
-class _Prompted:
-    """Refuses requests to continue an empty prompt, at which llama-cpp-python fails if texts begin with no token."""
+class _Asked:
+    """Refuses bodies that llama-cpp-python fails at: any that is no JSON object, and empty prompts if texts begin with
+    no token."""
 
-    def __init__(self, app: "ASGIApp") -> None:
-        self._app = app
+    def __init__(self, app: "ASGIApp", may_be_empty: bool) -> None:
+        self._app, self._may_be_empty = app, may_be_empty
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http" or scope["path"] != "/v1/completions":
+        if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         from starlette.requests import Request
 
         body = await Request(scope, receive).body()
-        if _is_empty(body):
+        try:
+            asked = json.loads(body)
+        except ValueError as error:
+            return await _refused(no_object(f"{error}"))(scope, receive, send)
+        if not isinstance(asked, dict):
+            return await _refused(no_object(f"it begins with {json.dumps(asked)[:20]}"))(scope, receive, send)
+        if scope["path"] == "/v1/completions" and not self._may_be_empty and _is_empty(asked):
             return await _refused(EMPTY_PROMPT)(scope, receive, send)
         read: list[Message] = [{"type": "http.request", "body": body}]
 
@@ -149,13 +155,9 @@ class _Prompted:
         await self._app(scope, again, send)
 
 
-def _is_empty(body: bytes) -> bool:
-    """Whether a request, as far as it is JSON, has no prompt, or a list with none or an empty one."""
-    try:
-        asked = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(asked, dict) and asked.get("prompt") in (None, "", [], [""])
+def _is_empty(asked: dict[str, object]) -> bool:
+    """Whether a request has no prompt, or a list with none or an empty one."""
+    return asked.get("prompt") in (None, "", [], [""])
 
 
 def _without_template(_: object) -> "JSONResponse":

@@ -148,7 +148,7 @@ class Upcycled(Converted):
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         parts = [model.checkpoint.read_rows(name, start, stop) for model in self.rest]
-        return mean(parts).to(self.stored(parts[0].dtype))
+        return mean(parts).to(self.stored(self.dense.checkpoint.info(name).dtype))
 
     def _heads(self) -> list[tuple[str, int]]:
         """Rows of queries, keys and values."""

@@ -157,6 +157,21 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "told"), [([1, 2], "int64, not"), ([0.5], "double, not"), ([b"a"], "binary, not"), ([True], "bool, not")]
+)
+def test_a_parquet_file_without_text_is_told_from_its_footer(tmp_path: Path, values: list[Any], told: str) -> None:
+    """As `--dry-run` and a job's beginning look at it."""
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": values, "body": ["a"] * len(values)}), file)
+    with pytest.raises(InvalidInputError, match=f"parquet, 'text' holds {told} text"):
+        check_data(str(file))
+    check_data(f"{file}:::body")
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), file)
+    with pytest.raises(InvalidInputError, match="has no text"):
+        check_data(str(file))
+
+
+@pytest.mark.parametrize(
     ("record", "text"),
     [
         ({"content": "c", "text": "t"}, "t"),

@@ -96,9 +96,12 @@ def test_a_job_that_fails_says_with_what(tiny_mixtral: Path, run_cli: RunCli, tm
     last = json.loads(lines[-1])
     assert (last["event"], last["exit_code"]) == ("failed", 3)
     assert last["error"] in result.stderr
-    inside = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--log-json", tmp_path / "out" / "log.jsonl")
-    assert inside.code == 2
-    assert "Write beside it" in inside.stderr
+    (tmp_path / "link").symlink_to(tiny_mixtral)
+    for model in (tmp_path / "out", tiny_mixtral, tmp_path / "link"):  # what lies in the input is copied to the output
+        inside = run_cli("decompose", tiny_mixtral, tmp_path / "out", "--log-json", model / "log.jsonl")
+        assert inside.code == 2
+        assert "Write beside it" in inside.stderr
+        assert not (model / "log.jsonl").exists()
     with pytest.raises(UsageError, match="Is a directory"):
         EventLog(tmp_path, tmp_path / "out")
 

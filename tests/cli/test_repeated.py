@@ -77,6 +77,21 @@ def test_two_values_of_one_option_are_refused(arguments: tuple[str, ...], said: 
     assert said in " ".join(ended.output.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compress", "a", ""), "OUTPUT is empty"),
+        (("compress", "a", "b", "--log-json", ""), "--log-json is empty"),
+        (("compare", "a", "--data", "x", "--work="), "--work is empty"),
+    ],
+)
+def test_an_empty_path_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    """As of a shell's variable that is not set; it would be the folder that the command is typed in."""
+    ended = CliRunner().invoke(app, arguments)
+    assert ended.exit_code == 2
+    assert said in " ".join(ended.output.split())
+
+
 def test_one_value_may_be_given_twice() -> None:
     words = ("--seed", "3", "--overwrite", "--seed", "3", "--overwrite", "--log-json", "x", "--log-json", "x")
     typed = parsed("compress", "a", "b", *words)

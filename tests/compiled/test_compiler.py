@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def clear() -> None:
     compiler.problem.cache_clear()
-    compiler._writable.cache_clear()
+    compiler._roomy.cache_clear()
 
 
 @pytest.fixture
@@ -80,6 +81,31 @@ def test_compiled_once_and_then_found(runs: Path, fresh: Path, capfd: pytest.Cap
     assert runs.read_text() == "x\n"
     assert len(cached(fresh)) == 1
     assert capfd.readouterr() == ("", "")
+
+
+@needs_compiler
+def test_a_full_disk_is_passed_over(runs: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are already, they are found, though; a quota that is used up lets an empty file be made."""
+    full, make = fresh / "cache" / "moetool", tempfile.TemporaryFile
+
+    def refused(dir: Path) -> IO[bytes]:
+        return Path("/dev/full").open("wb", buffering=0) if Path(dir) == full else make(dir=dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler.tempfile, "TemporaryFile", refused)
+        assert compiler.problem() == ""
+        assert (cached(fresh), len(list(fresh.glob("moetool-*/*.so")))) == ([], 1)
+        clear()
+        assert compiler.problem() == ""
+    assert runs.read_text() == "x\n"
+
+
+def test_a_full_disk_is_not_tried_again_with_other_flags(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = COMPILER.replace('cp "$COMPILED" "$last"', 'echo "ld: No space left on device" >&2; exit 1')
+    monkeypatch.setenv("CXX", str(script(fresh / "compiler", failing)))
+    monkeypatch.setenv("RUNS", str(fresh / "runs"))
+    assert "No space left on device" in compiler.problem()
+    assert (fresh / "runs").read_text() == "x\n"
 
 
 @needs_compiler

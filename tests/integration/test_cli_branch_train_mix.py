@@ -674,3 +674,15 @@ def test_sources_of_different_precision(upcycle: Any, dense: Any) -> None:
     made = tensors_of(upcycle(first, *MIX, "--source", first, "--source", second, "--no-proof").path)
     both = [tensors_of(path)["model.embed_tokens.weight"].float() for path in (first, second)]
     assert made["model.embed_tokens.weight"].equal(torch.stack(both).mean(0).bfloat16())
+
+
+def test_sources_are_averaged_to_the_precision_of_the_input(upcycle: Any, dense: Any) -> None:
+    """Not by way of the first source's: bf16 has 8 bits of a number, and fp16 ends at 65,504."""
+    paths = [dense("llama", 1, torch.bfloat16), dense("llama", 2, torch.float16), dense("llama", 0)]
+    given = [part for path in paths for part in ("--source", path)]
+    made = tensors_of(upcycle(paths[2], *MIX, *given, "--layers", "0,2").path)
+    sources = [tensors_of(path) for path in paths]
+    for name in [name for name in made.keys() & sources[0].keys() if ".0.mlp." not in name and ".2.mlp." not in name]:
+        mean = torch.stack([source[name].double() for source in sources]).mean(0)
+        assert made[name].dtype == torch.float32
+        torch.testing.assert_close(made[name].double(), mean, rtol=0, atol=2e-7)

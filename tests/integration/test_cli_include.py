@@ -267,11 +267,12 @@ def test_what_cannot_be_included(
     assert told in result.stderr
 
 
-def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("include", [BOTH, ()], ids=["coded", "copied"])
+def test_damage_is_named(run_cli: Any, tiny_mixtral_bf16: Path, tmp_path: Path, include: tuple[str, ...]) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     damaged = copy_of(tiny_mixtral_bf16, tmp_path / "damaged")
     change_tensors(damaged, lambda tensors: tensors[name][3].fill_(torch.nan))
-    result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *BOTH)
+    result = run_cli("compress", damaged, tmp_path / "out", *QUANTIZE, *include)
     assert result.code == 3
     assert f"Tensor {name} of {damaged} has NaN or infinite values" in result.stderr
 

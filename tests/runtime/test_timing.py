@@ -47,6 +47,20 @@ def test_a_prompt_and_then_one_token_at_a_time() -> None:
     assert not again.calls[-1]["input_ids"].equal(model.calls[-1]["input_ids"])
 
 
+def test_a_prompt_is_all_of_what_mixes_masks() -> None:
+    """As in `generate`: SIMoE mixes experts by a prompt's last token, and by the first of a text to be scored."""
+    model, seen = KINDS["masks"](), []
+    choose = model.model.interpolation.choose
+    model.model.interpolation.choose = lambda hidden: seen.append(hidden) or choose(hidden)
+    prompt = torch.randint(288, (2, 8), generator=torch.Generator().manual_seed(1))[:, :5]
+    with torch.inference_mode():
+        time_decode(model, 2, 5, 3, seed=1)
+        with model.model.interpolation.frozen():
+            last = model.model(input_ids=prompt, use_cache=False).last_hidden_state[:, -1]
+    [hidden] = seen
+    torch.testing.assert_close(hidden, last)
+
+
 def test_a_prompt_alone_caches_nothing() -> None:
     model = Watched(build_dense("llama"))
     assert time_decode(model, 1, 4, 0).decode == 0

@@ -48,7 +48,7 @@ def test_messages_without_a_template() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_an_answer_ends_where_the_model_speaks_for_the_user(size: int) -> None:
     said, written = f" \n\nOne.\nUse two:\nUs{STOP} Three?", []
-    until = Until(written.append, STOP)
+    until = Until(written.append, [STOP])
     for start in range(0, len(said), size):
         until(said[start : start + size])
     until.finish()
@@ -57,7 +57,7 @@ def test_an_answer_ends_where_the_model_speaks_for_the_user(size: int) -> None:
 
 def test_what_only_began_as_a_sign_is_passed_on_at_the_end() -> None:
     written: list[str] = []
-    until = Until(written.append, STOP)
+    until = Until(written.append, [STOP])
     until("One\nUs")
     assert written == ["One"]
     until.finish()

@@ -76,6 +76,17 @@ def test_an_empty_prompt_is_refused_by_the_server(exported: Path, asked_for: dic
             assert asked.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.parametrize("body", [b"{", b"", b"[1, 2]", b"null"])
+def test_a_body_that_is_no_object_is_refused_by_the_server(exported: Path, body: bytes) -> None:
+    """llama-cpp-python fails at it while it tells of the error."""
+    pytest.importorskip("llama_cpp.server.app", reason="wants moetool[llama-cpp]")
+    client = pytest.importorskip("starlette.testclient", reason="wants httpx").TestClient
+    with client(_gguf_app("mine", exported, ServeOptions(context=256))) as asked:
+        answer = asked.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("The body is not a JSON object: ")
+
+
 def test_the_library_that_is_missing_is_named(run_cli: RunCli, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server wants more of them than `chat` does."""
     pytest.importorskip("uvicorn", reason="wants moetool[serve]")

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from chat_templates import FAMILIES
 
+from moetool.calibration.windows import load_tokenizer
 from moetool.measure.generation import GenerationOptions, generate
 from moetool.talk.options import ServeOptions, gguf_file
 from moetool.talk.server import Server
@@ -76,6 +78,65 @@ def test_a_streamed_answer_is_the_whole_one(ask: Ask) -> None:
     assert events.endswith("data: [DONE]\n\n")
 
 
+def text_of(told: Any) -> tuple[str, str]:
+    """Text and reason of the end of a completion, streamed or not."""
+    if isinstance(told, dict):
+        return told["choices"][0]["text"], told["choices"][0]["finish_reason"]
+    lines = [line for line in told.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_before_its_first_stop_word(ask: Ask, stream: bool) -> None:
+    def answer(stop: object = None) -> tuple[str, str]:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": stream}
+        status, told = ask("/v1/completions", **body, stop=stop)
+        assert status == 200
+        return text_of(told)
+
+    whole, reason = answer()
+    assert reason == "length"
+    for nothing in ([], "", [""], "\N{SNOWMAN}\N{SNOWMAN}"):
+        assert answer(nothing) == (whole, "length")
+    middle = whole[len(whole) // 2 :][:3]
+    for stop in (middle, [middle], ["not in it", middle, whole[-2:]], whole[-2:], whole[0]):
+        signs = [stop] if isinstance(stop, str) else stop
+        end = min(at for sign in signs if (at := whole.find(sign)) >= 0)
+        assert answer(stop) == (whole[:end], "stop")
+
+
+def test_an_error_in_a_stream_is_told_as_openais_api_does(ask: Ask) -> None:
+    status, events = ask("/v1/completions", prompt="one two three " * 2000, stream=True)
+    error = json.loads(events.split("\n\n")[0].removeprefix("data: "))["error"]
+    assert (status, error["type"]) == (200, "invalid_request_error")
+    assert re.match(r"The prompt has \d+ tokens, and the model \d+ positions", error["message"])
+
+
+def test_a_bias_of_a_token_counts(ask: Ask, tiny_mixtral: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
+    token = 7
+    answer = ask("/v1/completions", **body, logit_bias={str(token): 1000})[1]
+    assert answer["choices"][0]["text"] == load_tokenizer(tiny_mixtral).decode([token] * 3)
+    assert ask("/v1/completions", **body, logit_bias={})[1]["choices"] == ask("/v1/completions", **body)[1]["choices"]
+
+
+def test_transformers_own_settings_of_generation(ask: Ask) -> None:
+    body = {"prompt": PROMPT, "generation_config": json.dumps({"do_sample": False})}
+    short, long = (ask("/v1/completions", **body, **limit)[1]["usage"] for limit in ({"max_tokens": 3}, {}))
+    assert short["completion_tokens"] == 3 < long["completion_tokens"]
+
+
+def test_a_seed_counts_whatever_else_is_answered_meanwhile(ask: Ask) -> None:
+    def text(seed: int) -> str:
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 2.0, "seed": seed}
+        return text_of(ask("/v1/completions", **body)[1])[0]
+
+    alone = [text(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(text, range(6))) == alone
+
+
 @pytest.mark.parametrize("drawing", [{"temperature": 5.0}, {"top_p": 0.9}])
 def test_tokens_are_drawn_where_the_request_says_so(ask: Ask, drawing: dict[str, float]) -> None:
     """Whether or not the model's generation_config.json has `do_sample`."""
@@ -121,6 +182,12 @@ def test_models_are_the_one_that_is_served(ask: Ask, tiny_mixtral: Path) -> None
             {"messages": HELLO, "response_format": {"type": "json_object"}},
             "response_format.type: .*text",
         ),
+        ("/v1/completions", {"prompt": PROMPT, "suffix": "end"}, "suffix: "),
+        ("/v1/completions", {"prompt": PROMPT, "temperature": "0.0"}, "temperature: .*number"),
+        ("/v1/completions", {"prompt": PROMPT, "logit_bias": {"x": 1}}, "logit_bias.*integer"),
+        ("/v1/completions", {"prompt": PROMPT, "logit_bias": {"99999": 1}}, "tokens 0 to [0-9]+, and none with number"),
+        ("/v1/completions", {"prompt": PROMPT, "generation_config": "{"}, "generation_config: "),
+        ("/v1/completions", {"prompt": PROMPT, "generation_config": "[3]"}, "generation_config: .*(dict|object)"),
         ("/v1/completions", {"prompt": "half of a pair: \ud83d"}, "not UTF-8"),
     ],
 )
@@ -165,6 +232,17 @@ def test_a_chat_by_the_models_template(tiny_mixtral: Path, tmp_path: Path) -> No
         )
         own = generate(str(model), PROMPT, GenerationOptions(max_new_tokens=5))
         assert (status, answer["choices"][0]["message"]["content"]) == (200, own.text)
+        stop, body = own.text[len(own.text) // 2 :][:2], {"max_tokens": 5, "temperature": 0}
+        status, answer = asking(
+            "/v1/chat/completions", messages=[{"role": "user", "content": PROMPT}], **body, stop=stop
+        )
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, own.text.partition(stop)[0])
+        status, events = asking(
+            "/v1/chat/completions", messages=[{"role": "user", "content": PROMPT}], **body, stop=stop, stream=True
+        )
+        lines = [line for line in events.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+        assert "".join(delta.get("content", "") for delta in deltas) == own.text.partition(stop)[0]
         status, answer = asking("/v1/responses", input=PROMPT, max_output_tokens=5, temperature=0)
         assert (status, answer["output"][0]["content"][0]["text"]) == (200, own.text)  # whole: no stream was asked for
         status, answer = asking("/v1/chat/completions", messages=[{"role": "assistant", "content": PROMPT}])

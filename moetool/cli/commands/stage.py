@@ -93,7 +93,8 @@ def build(name: str, arguments: list[str]) -> HintingCommand:
                 raise UsageError("--same-input vouches for the input of a run that is gone on with: add --resume.")
             given = preset_options(preset, name, own if methods else None)
             options = build_options(stage.options_type, typed, given)
-            events = None if log_json is None or dry_run or not is_first_process() else EventLog(log_json, output)
+            is_logged = not dry_run and is_first_process()
+            events = EventLog(log_json, output, Path(input)) if log_json is not None and is_logged else None
         plan_checked, plan_job, run = _jobs(stage, input, options, repair)
         if dry_run:
             plan, in_bf16 = plan_checked(output, resume=resume, overwrite=overwrite)

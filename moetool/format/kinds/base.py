@@ -67,7 +67,7 @@ class CustomModule(BaseModel, ABC):
     what: ClassVar[str]
     made: ClassVar[str]
     title: ClassVar[str]
-    commands: ClassVar[str] = "tune, eval, bench, generate, inspect, verify and report"
+    commands: ClassVar[str] = "tune, eval, routing, bench, generate, chat, serve, inspect, verify and report"
     closed: ClassVar[tuple[str, ...]] = ()
     whole: ClassVar[str | None] = None
 

@@ -191,7 +191,7 @@ def _case(costs: Costs, timed: _Timed, new_tokens: int, bandwidth: float | None)
         decode_seconds=decode,
         decode_tokens_per_second=batch * new_tokens / decode,
         tokens_per_second=batch * new_tokens / statistics.median(map(sum, timed.rounds)),
-        flops=flops + batch * sum(costs.decode_flops(length + new) for new in range(1, new_tokens + 1)),
+        flops=flops + batch * sum(costs.decode_flops(length + new, batch) for new in range(1, new_tokens + 1)),
         flops_per_token=costs.decode_flops(length + 1),
         bytes_per_token=costs.decode_bytes(length + 1),
         bandwidth_share=read / decode / bandwidth if bandwidth is not None and batch == 1 else None,

@@ -83,6 +83,7 @@ class Costs:
         attention: of every layer.
         is_causal: whether a token sees those before it only.
         keeps_last: whether a prompt's logits are those of its last token.
+        deltas: multiplications per token with SIMoE's deltas, which are folded into the weights after a single prompt.
     """
 
     body: Cost
@@ -90,14 +91,16 @@ class Costs:
     attention: tuple[Attention, ...]
     is_causal: bool
     keeps_last: bool
+    deltas: int = 0
 
-    def decode_flops(self, context: int) -> int:
-        """Floating point operations of one new token that sees `context` tokens, itself among them."""
+    def decode_flops(self, context: int, batch: int = 1) -> int:
+        """Floating point operations of one new token that sees `context` tokens, itself among them, in a batch."""
         seen = sum(
             (layer.multiplications + layer.expansion) * layer.keys(context) - layer.expansion  # its own is in the body
             for layer in self.attention
         )
-        return round(2 * (self.body.multiplications + self.head.multiplications + seen))
+        apart = self.deltas if batch > 1 else 0
+        return round(2 * (self.body.multiplications + apart + self.head.multiplications + seen))
 
     def decode_bytes(self, context: int) -> int:
         """Bytes of weights and cache that one new token reads at batch 1."""
@@ -105,10 +108,11 @@ class Costs:
         return round(self.body.nbytes + self.head.nbytes + cached)
 
     def prefill_flops(self, length: int) -> int:
-        """Floating-point operations of processing one prompt of `length` tokens, two per multiplication."""
+        """Floating-point operations of processing one prompt of `length` tokens, two per multiplication. With SIMoE's
+        deltas it goes through the layers twice: first without them, for the mixture of experts."""
         seen = sum(layer.multiplications * self._pairs(layer, length) for layer in self.attention)
-        logits = 1 if self.keeps_last else length
-        return round(2 * (length * self.body.multiplications + logits * self.head.multiplications + seen))
+        layers = (length * self.body.multiplications + seen) * (2 if self.deltas else 1) + length * self.deltas
+        return round(2 * (layers + (1 if self.keeps_last else length) * self.head.multiplications))
 
     def _pairs(self, layer: Attention, length: int) -> int:
         """Number of pairs of a token and a key that it sees, in a prompt."""
@@ -124,7 +128,8 @@ def model_costs(model: "PreTrainedModel", *, is_causal: bool = True) -> Costs:
     whole = of_module(model, chosen)
     logits = Cost() if head is None else of_module(head, chosen)
     body = Cost(*(all_ - own for all_, own in zip(whole, logits, strict=True)))
-    return Costs(body, logits, tuple(_attention(model)), is_causal, keeps_last(model))
+    deltas = sum(module.delta.numel() for module in model.modules() if isinstance(module, InterpolatedLinear))
+    return Costs(body, logits, tuple(_attention(model)), is_causal, keeps_last(model), deltas)
 
 
 @singledispatch
@@ -260,7 +265,7 @@ def _(module: NeuronExperts, chosen: int) -> Cost:
 
 @of_module.register
 def _(module: InterpolatedLinear, chosen: int) -> Cost:
-    """One weight with the mixture folded in, as tokens after a prompt have it."""
+    """One weight with the mixture folded in, as tokens after a single prompt have it."""
     return of_module(module.linear, chosen)
 
 

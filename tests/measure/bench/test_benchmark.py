@@ -89,7 +89,10 @@ def test_every_number_is_one(kind: str, tmp_path: Path) -> None:
     assert len(told) == 21
     assert all(math.isfinite(value) and value > 0 for value in told)
     assert (first.batch, second.batch) == (1, 3)
-    assert first.flops * 3 == second.flops
+    # Several prompts have masks of their own, so that no new token's can be folded; of each linear layer of
+    # this gpt_neox 12 channels are open, and its 3 layers have 32 · 3 + 32 + 64 + 32 outputs each.
+    unfolded = 3 * OPTIONS.new_tokens * 2 * 12 * 3 * (32 * 3 + 32 + 64 + 32) if kind == "masks-pruned" else 0
+    assert first.flops * 3 + unfolded == second.flops
     assert first.bytes_per_token == second.bytes_per_token
     assert result.model.memory.weight_bytes > 100_000
     assert result.to_json().keys() == {"device", "threads", "copy_bytes_per_second", "rounds", "new_tokens", "model"}

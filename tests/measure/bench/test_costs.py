@@ -19,6 +19,7 @@ from moetool.quiet import quiet
 from moetool.runtime.cache_name import CACHE, cache_of
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
+from moetool.runtime.timing import begun_cache
 
 # Of the tiny Mixtral: 3 layers of hidden size 32, 4 heads of 8 with 2 of keys, 288 tokens; experts 32 → 48, 2 of 4.
 ATTENTION, ROUTER, HEAD = 32 * 32 + 2 * 16 * 32 + 32 * 32, 4 * 32, 288 * 32
@@ -110,7 +111,7 @@ def counted_by_torch(model: Any, context: int) -> tuple[int, int]:
             model.set_experts_implementation("eager")
         with FlopCounterMode(display=False) as prefill:
             prompt = torch.arange(3, 2 + context)[None]
-            cache = cache_of(model(input_ids=prompt, use_cache=True, logits_to_keep=1))
+            cache = cache_of(model(input_ids=prompt, use_cache=True, logits_to_keep=1, **begun_cache(model)))
         with FlopCounterMode(display=False) as decode:
             model(input_ids=torch.tensor([[7]]), **{CACHE: cache}, use_cache=True)
     return prefill.get_total_flops(), decode.get_total_flops()
@@ -192,6 +193,19 @@ def test_masks_are_folded() -> None:
     dense, masks = model_costs(build_dense("llama")), model_costs(KINDS["masks"]())
     assert masks.decode_flops(5) == dense.decode_flops(5)
     assert masks.decode_bytes(5) == dense.decode_bytes(5)
+
+
+def test_masks_are_counted_as_they_run() -> None:
+    """A prompt first runs without deltas, for its mixture; then, as in a batch of prompts, nothing is folded."""
+    model = KINDS["masks"]()
+    costs, dense = model_costs(model), model_costs(build_dense("llama"))
+    prefill, decode = counted_by_torch(model, 11)  # with gradients nothing is folded, and masks are mixed in each call
+    above = sum(layer.multiplications for layer in costs.attention)
+    router = sum(own.weight.numel() for own in (model.model.interpolation.first, model.model.interpolation.second))
+    mixed = sum(own.log_phi.numel() for own in model.modules() if hasattr(own, "log_phi"))
+    assert costs.prefill_flops(10) == prefill - 2 * (2 * above * 45 + router + mixed)
+    assert costs.prefill_flops(10) > 2 * dense.prefill_flops(10)
+    assert costs.decode_flops(11, batch=2) == decode - 2 * mixed > costs.decode_flops(11)
 
 
 def test_shared_expert_on_the_base() -> None:
