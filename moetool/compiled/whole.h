@@ -115,11 +115,16 @@ static inline void prefetch(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T0);
 #endif
 }
-// Bytes, one below the other, whose rows are computed together: as many sums as there are registers for. One token's
-// inputs are loaded once for 8 rows then. Where codes are whole numbers, there is little else to do than to read them.
+// Bytes, one below the other, whose rows are computed together, as many sums as there are registers for: an input is then
+// loaded once for up to 8 rows. It pays where rows are longer than what a core has near, or short and levels are looked up;
+// others come faster one after the other.
+constexpr long SHORT = 1024, NEAR = 8192;  // columns
+template <Form F> static inline bool stacks(const Operand& m) {
+  return m.columns > NEAR || (m.columns <= SHORT && !is_whole(F));
+}
 template <class V, Form F, int N> constexpr int stacked() {
 #if defined(__AVX512VL__)
-  return is_whole(F) ? 1 : std::max(1, 8 / (together(F) * N));
+  return std::max(1, (is_whole(F) ? 4 : 8) / (together(F) * N));
 #else
   return 1;
 #endif
@@ -171,7 +176,7 @@ static inline void whole_dots(const Operand& m, const typename V::Table& table, 
                               const Whole* const* x, long block, float* const* y) {
   constexpr int B = stacked<V, F, N>();
   long q = begin;
-  for (; q + B <= end; q += B) whole_dot<V, F, N, B>(m, table, unit, q, x, block, y);
+  for (; stacks<F>(m) && q + B <= end; q += B) whole_dot<V, F, N, B>(m, table, unit, q, x, block, y);
   for (; q < end; q++) whole_dot<V, F, N, 1>(m, table, unit, q, x, block, y);
 }
 template <class V, Form F>

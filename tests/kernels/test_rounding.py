@@ -18,6 +18,7 @@ from moetool.representations.operand import Operand, numbers
 pytestmark = pytest.mark.skipif(bool(compiler.problem()), reason=compiler.problem())
 BOUND = 1e-3  # how far products may be off, relative to their length
 SHAPES = [((64, 96), 32), ((40, 192), 64), ((24, 256), 128), ((16, 512), 512)]
+WIDE = [((40, 8256), 96), ((40, 8320), 64)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def bound(kind: str) -> float:
     return BOUND / 4 if is_whole(int(kind)) else BOUND
 
 
-@pytest.mark.parametrize(("shape", "group"), SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "group"), SHAPES + WIDE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_near_the_exact_product(kind: str, shape: tuple[int, int], group: int, instructions: str) -> None:
     of, inputs = table(coded(kind, shape, group), coded(kind, shape, group, 1)), tokens(6, shape[1])
@@ -95,11 +96,12 @@ def test_tokens_that_are_whole_numbers_lose_nothing_but_levels(kind: str) -> Non
     assert (found - expected).norm() / expected.norm() < (1e-4 if kind in "234" else 2e-6)
 
 
+@pytest.mark.parametrize("width", [1024, 4096, 8320])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_equal_alone_and_among_others_on_any_number_of_threads(
-    kind: str, request: pytest.FixtureRequest
+    kind: str, width: int, request: pytest.FixtureRequest
 ) -> None:
-    of, inputs = table(*(coded(kind, (64, 4096), 128, seed) for seed in range(3))), tokens(9, 4096)
+    of, inputs = table(*(coded(kind, (64, width), 64, seed) for seed in range(3))), tokens(9, width)
     chosen = torch.tensor([0, 2, 2, 1, 2, -1, 2, 0, 2])
     expected = routed(of, chosen, inputs)
     assert not expected[5].any()
