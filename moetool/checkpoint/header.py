@@ -88,9 +88,20 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{file} is not UTF-8 ({error}). Convert it, for example with iconv.") from error
+        raise InvalidInputError(f"{file} is not UTF-8. {_read_instead(file, error)}") from error
     except OSError as error:
         raise InvalidInputError(f"Cannot read {file}: {error.strerror or error}.") from error
+
+
+def _read_instead(file: Path, error: UnicodeDecodeError) -> str:
+    """What a file may be that is no UTF-8, by its first bytes, and what to do."""
+    with file.open("rb") as handle:
+        first = handle.read(6)
+    if first.startswith((b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        return "It is packed: unpack it."
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "It begins as UTF-16 does: iconv -f utf-16 -t utf-8 OLD > NEW."
+    return f"It holds byte {error.object[error.start]:#04x} where none can be. Convert it, for example with iconv."
 
 
 def read_header(file: Path) -> Header:

@@ -70,7 +70,10 @@ def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
     frozen = frozen_linears(model)
     if not frozen and (options.lora_rank is not None or options.quantize_base != "none") and train != "lora":
         asked = "--lora-rank" if options.lora_rank is not None else "--quantize-base"
-        raise UsageError(f"{asked}: no linear layer is left that is not trained itself, or stored as codes.")
+        raise UsageError(
+            f"{asked}: no linear layer is left that is not trained itself, or stored as codes. --train lora adapts "
+            "matrices of other kinds, such as GPT-2's, too."
+        )
     return frozen
 
 

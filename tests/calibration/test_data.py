@@ -1,5 +1,6 @@
 """Text to windows: what is read, what is tokenised, what is drawn, and what is refused."""
 
+import gzip
 import json
 import logging
 import os
@@ -240,7 +241,9 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{tmp}/x.csv", r"should end in \.txt, \.jsonl, \.parquet\. If it is plain text, give a copy named x\.txt\."),
         ("{tmp}/x.jsonl.gz", r"should end in \.txt, \.jsonl, \.parquet\. Unpack it\."),
         ("{tmp}/none", r"none has no \.txt, \.jsonl, \.parquet files"),
-        ("{tmp}/latin.txt", "latin.txt is not UTF-8"),
+        ("{tmp}/latin.txt", r"latin.txt is not UTF-8. It holds byte 0xe9 where none can be. Convert it"),
+        ("{tmp}/wide.txt", "wide.txt is not UTF-8. It begins as UTF-16 does: iconv -f utf-16"),
+        ("{tmp}/packed.txt", "packed.txt is not UTF-8. It is packed: unpack it."),
         ("{tmp}/broken.jsonl", "broken.jsonl, line 3 cannot be read as JSON: Expecting ',' delimiter"),
         ("{tmp}/half.jsonl", "half.jsonl, line 1 cannot be read as JSON: .*surrogates not allowed"),
         ("{tmp}/null.jsonl", r'null.jsonl, line 1 holds null, no object such as {"text": "…"}'),
@@ -260,6 +263,8 @@ def test_unreadable(tmp_path: Path, name: str, message: str) -> None:
     write(tmp_path / "x.jsonl.gz", "packed")
     write(tmp_path / "none" / "README.md", "")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "wide.txt").write_bytes("é".encode("utf-16"))
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"text"))
     (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
     write(tmp_path / "broken.jsonl", '{"text": "a"}\n\n{"text": 3x}\n')
     write(tmp_path / "half.jsonl", r'{"text": "\ud800"}')

@@ -181,7 +181,7 @@ def test_an_expert_without_tokens_is_reported(run_cli, make_mixtral, save_model,
     assert result.code == 0, result.stderr
     assert result.json["unreached_experts"] == ["layer 1 expert 4"]
     assert result.json["layers"]["1"]["tokens"][4] == 0
-    assert "No calibration token reached 1 expert (layer 1 expert 4): they count as one average token" in result.stderr
+    assert "No calibration token reached 1 expert (layer 1 expert 4): each counts as one average token" in result.stderr
     assert logits(tmp_path / "out", tiny_tokens[:64].view(1, 64)).isfinite().all()
     inspected = run_cli("inspect", tmp_path / "out", "--json").json
     assert inspected["moe"][1]["tokens"][4] == 0

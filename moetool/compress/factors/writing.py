@@ -98,7 +98,7 @@ class FactoredLayers:
         if missed:
             job.progress.log(
                 f"No calibration token reached {len(missed)} expert{'s' * (len(missed) > 1)} ({', '.join(missed[:4])}"
-                f"{', …' if len(missed) > 4 else ''}): they count as one average token. More --samples may reach them."
+                f"{', …' if len(missed) > 4 else ''}): each counts as one average token. More --samples may reach more."
             )
         layouts = agreed_layouts(job.ranks, self._layouts())
         refining = Refining(reader, job.work, job.device, refine, options.seed) if refine else None
