@@ -67,7 +67,19 @@ template <Form F, int N> static inline void dot_many(const Operand m, const Halv
   constexpr int P = bits(F) % 2 ? 8 : 8 / bits(F);
   const long groups = m.columns / m.group, stripe = m.rows / P;
   vf sums[P][N] = {};
-  for (long g = 0; g < groups; g++) {
+  for (long i = 0; m.group % MANY && i < m.columns; i += MANY)  // groups end within what is decoded at a time
+#pragma GCC unroll 8
+    for (int j = 0; j < P; j++) {
+      float s[4];
+      vf w[4];
+      scales_of(m, q + j * stripe, i, s);
+      decode_many<F>(m, table, q, j, i, w);
+      for (int k = 0; k < 4; k++) {
+        w[k] *= s[k];
+        for (int n = 0; n < N; n++) sums[j][n] += w[k] * load(batch.x[n] + i + k * W);
+      }
+    }
+  for (long g = 0; m.group % MANY == 0 && g < groups; g++) {
     vf part[P][N] = {};
     for (long i = g * m.group; i < (g + 1) * m.group; i += MANY)
 #pragma GCC unroll 8

@@ -64,15 +64,23 @@ template <Form F> static inline void decode_many(const Operand& m, const Halves&
   out[2] = widened(_mm512_castsi512_si256(last));
   out[3] = widened(_mm512_extracti64x4_epi64(last, 1));
 }
-static inline bool has_many(const Operand& m) { return in_trellis((Form)m.form) && m.group % MANY == 0; }
+static inline bool has_many(const Operand& m) {
+  return in_trellis((Form)m.form) && m.columns % MANY == 0 && m.group % W == 0;
+}
+// The scales of four vectors of a row from a column on, which may lie in several groups.
+static inline void scales_of(const Operand& m, long row, long column, float* out) {
+  const long first = row * (m.columns / m.group);
+  for (int k = 0; k < 4; k++) out[k] = scale(m, first + (column + k * W) / m.group);
+}
 
-// row += M[r, begin to end], scaled, where groups are whole.
+// row += M[r, begin to end], scaled.
 template <Form F> static void add_row_many(const Operand m, long r, long begin, long end, float* row) {
   constexpr int P = bits(F) % 2 ? 8 : 8 / bits(F);
-  const long stripe = m.rows / P, groups = m.columns / m.group;
+  const long stripe = m.rows / P;
   const Halves& table = halves_of(m.levels);
   for (long i = begin; i < end; i += MANY) {
-    const float s = scale(m, r * groups + i / m.group);
+    float s[4];
+    scales_of(m, r, i, s);
     vf w[4];
     switch (r / stripe) {  // so that shifts are known when it is compiled
       case 0: decode_many<F>(m, table, r % stripe, 0, i, w); break;
@@ -84,7 +92,7 @@ template <Form F> static void add_row_many(const Operand m, long r, long begin, 
       case 6: decode_many<F>(m, table, r % stripe, 6 % P, i, w); break;
       default: decode_many<F>(m, table, r % stripe, 7 % P, i, w);
     }
-    for (int k = 0; k < 4; k++) store(row + i - begin + k * W, load(row + i - begin + k * W) + w[k] * s);
+    for (int k = 0; k < 4; k++) store(row + i - begin + k * W, load(row + i - begin + k * W) + w[k] * s[k]);
   }
 }
 #else

@@ -93,6 +93,23 @@ def test_rows_of_numbers_of_any_length(dtype: torch.dtype, instructions: str) ->
             assert alone[0].equal(found[token]), (columns, token)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("group", [16, 48, 64, 96, 192])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_groups_of_a_trellis(bits: int, group: int, instructions: str) -> None:
+    """Such as end within what is decoded at a time, alone and among others, few and many."""
+    shape, generator = (32, 192), torch.Generator().manual_seed(group)
+    form = parse_representation(f"trellis-weight:{bits}:{group}")
+    weight = form.build(shape, torch.bfloat16, CPU)
+    weight.load_state_dict(form.encode(torch.randn(shape, generator=generator), torch.bfloat16), assign=True)
+    exact, inputs = weight.dense().double(), torch.randn(40, 192, generator=generator)
+    table, only = Table([weight.products()], shape, weight.modules()), torch.zeros(40, dtype=torch.int64)
+    found = routed(table, only, inputs)
+    assert error(found, inputs.double() @ exact.T) < 1e-5
+    assert error(linear(weight.products(), inputs, shape[0]), inputs.double() @ exact.T) < 1e-5
+    assert routed(table, only[:1], inputs[7:8])[0].equal(found[7])
+
+
 def coded(bits: int, shape: tuple[int, int], group: int, seed: int = 0) -> Operand:
     generator = torch.Generator().manual_seed(seed)
     size = (packed_size(shape[0] * shape[1], bits),)
