@@ -35,6 +35,8 @@ _POSTS, _STOP = "posts", "stop"
 class Ranks(Peers):
     """The processes of a job: here one process alone, which has nobody to wait for."""
 
+    _ended: object = None  # the Trainer's group
+
     def post(self, said: object) -> None:
         """Leave a note, some kB in words of JSON, for the first process, and go on."""
         raise NotImplementedError("one process writes no notes to itself")
@@ -58,6 +60,9 @@ class Ranks(Peers):
     def close(self) -> None:
         """Called when all is done: wait until every process is, and end their communication."""
         if dist.is_initialized():  # a Trainer's, that a launcher has started alone
+            # Kept until this is gone. Else a model that was trained lets go of it last, which waits for the group's
+            # threads with Python's lock held, for which one of them may be waiting.
+            self._ended = dist.group.WORLD
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:
