@@ -208,6 +208,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def damaged(name: str, folder: Path) -> InvalidInputError:
+    """Return the error that a tensor in a checkpoint's files has numbers that are not finite."""
+    return InvalidInputError(f"Tensor {name} of {folder} has NaN or infinite values: the checkpoint is damaged.")
+
+
 def check_finite(name: str, part: Tensor) -> None:
     """Raise `InvalidInputError` for a part of a tensor with NaN or infinity."""
     if not is_finite(part):

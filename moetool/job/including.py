@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moetool.checkpoint.header import TensorInfo
 from moetool.checkpoint.reader import Checkpoint
-from moetool.checkpoint.writer import TensorSpec, is_finite
-from moetool.errors import InvalidInputError, UsageError
+from moetool.checkpoint.writer import TensorSpec, damaged, is_finite
+from moetool.errors import UsageError
 from moetool.format.beside import (
     GROUP,
     TENSORS,
@@ -209,9 +209,7 @@ def encoded(
     for start in range(0, rows, step):
         block = checkpoint.read_rows(weight, start, min(start + step, rows))
         if not is_finite(block):
-            raise InvalidInputError(
-                f"Tensor {weight} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
-            )
+            raise damaged(weight, checkpoint.path)
         block = block if measured.gram is None else block.to(measured.gram.device)
         made = {tensor: to_cpu(part) for tensor, part in form.encode(block, info.dtype, measured).items()}
         codes.append(unpack(made["codes"], form.bits, block.numel()))

@@ -24,9 +24,8 @@ from moetool.checkpoint.manifest import Manifest, Provenance, manifest_of, noted
 from moetool.checkpoint.names import CARD, CONFIG, INDEX
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.sizes import format_bytes
-from moetool.checkpoint.writer import InParts, NotFiniteError, TensorSpec, is_finite
+from moetool.checkpoint.writer import InParts, NotFiniteError, TensorSpec, damaged, is_finite
 from moetool.costs.phases import ENCODE, WRITE
-from moetool.errors import InvalidInputError
 from moetool.format.beside import quantized_beside
 from moetool.format.entry import format_entry
 from moetool.format.kinds import custom_module
@@ -234,9 +233,7 @@ def write_checkpoint(
 def _refuse_damaged(checkpoint: Checkpoint, name: str) -> None:
     """Raise `InvalidInputError` if the tensor of that name in a job's input has numbers that are not finite."""
     if name in checkpoint.tensors and not is_finite(checkpoint.read(name)):
-        raise InvalidInputError(
-            f"Tensor {name} of {checkpoint.path} has NaN or infinite values: the checkpoint is damaged."
-        )
+        raise damaged(name, checkpoint.path)
 
 
 def record_origin(

@@ -39,6 +39,7 @@ from moetool.talk.requests import (
     AskedFor,
     AskedResponse,
     check_request,
+    error_body,
     is_drawn,
     no_object,
     stop_words,
@@ -110,12 +111,12 @@ def _checking(handler: Any, asked: type[AskedFor]) -> Any:
     async def checked(body: dict[str, Any], request_id: str) -> Any:
         check_request(asked, body)
         answer = await handle({"stream": False, **body}, request_id)  # transformers streams responses unless told
-        if asked is AskedResponse:
-            return answer
-        if isinstance(answer, StreamingResponse):
-            answer.body_iterator = _ended(answer.body_iterator, stop_words(body))
-            return answer
-        return JSONResponse(cut(json.loads(answer.body), stop_words(body)))
+        words = stop_words(body)
+        if asked is not AskedResponse and isinstance(answer, StreamingResponse):
+            answer.body_iterator = _ended(answer.body_iterator, words)
+        elif asked is not AskedResponse and words:
+            return JSONResponse(cut(json.loads(answer.body), words))
+        return answer
 
     @functools.wraps(build)
     def built(body: dict[str, Any], *given: Any, **named: Any) -> Any:
@@ -182,4 +183,4 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
         told = no_object(error.errors()[0]["msg"])
         if "json" not in (sent := request.headers.get("content-type", "no type")):
             told = f"The body is sent as {sent}. Send it as JSON: curl -H 'Content-Type: application/json' …"
-    return JSONResponse({"error": {"message": told, "type": "invalid_request_error"}}, status_code=status)
+    return JSONResponse(error_body(told), status_code=status)

@@ -53,7 +53,7 @@ class CheckpointTalker:
             tokens,
             attention_mask=torch.ones_like(tokens),
             generation_config=config,
-            stopping_criteria=[StopWords(self._tokenizer, signs, len(ids))],
+            stopping_criteria=[StopWords(self._tokenizer, signs, len(ids))] if signs else [],
             streamer=streamer,
             logits_processor=[only_numbers],
             **{CACHE: cache},

@@ -91,8 +91,8 @@ class Until:
     """
 
     def __init__(self, write: Write, signs: Sequence[str], *, trimmed: bool = True) -> None:
-        """`trimmed` leaves out leading spaces, too. An empty sign ends nothing."""
-        self._write, self._signs, self._trimmed = write, [sign for sign in signs if sign], trimmed
+        """`trimmed` leaves out leading spaces, too."""
+        self._write, self._signs, self._trimmed = write, signs, trimmed
         self._held, self.text, self.ended = "", "", False
 
     def __call__(self, piece: str) -> None:

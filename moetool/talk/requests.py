@@ -36,8 +36,13 @@ class ChatMessage(BaseModel):
 
 
 def no_object(why: str) -> str:
-    """What is told of a body that is no JSON object."""
+    """Return the error message for a request whose body is no JSON object, and why it is none."""
     return f"The body is not a JSON object: {why}."
+
+
+def error_body(message: str) -> dict[str, object]:
+    """Return what OpenAI's API answers to a request that it refuses, as JSON has it."""
+    return {"error": {"message": message, "type": "invalid_request_error"}}
 
 
 class AnswerFormat(BaseModel):

@@ -11,7 +11,7 @@ from moetool.errors import UsageError
 from moetool.job.progress import SILENT, Progress
 from moetool.talk.gguf import ALL_LAYERS, CHAT_TEMPLATE, loading
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE, no_object
+from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE, error_body, no_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -168,4 +168,4 @@ def _without_template(_: object) -> "JSONResponse":
 def _refused(message: str) -> "JSONResponse":
     from starlette.responses import JSONResponse
 
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=400)
+    return JSONResponse(error_body(message), status_code=400)

@@ -9,6 +9,7 @@ import torch
 from transformers import StoppingCriteria
 
 from moetool.talk.conversation import Until
+from moetool.talk.requests import error_body
 
 _MARGIN = 8  # tokens decoded beyond those of a stop word, since what is decoded may begin inside of a character
 
@@ -20,12 +21,12 @@ class StopWords(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, signs: Sequence[str], prompt: int) -> None:
-        """`prompt` is the number of tokens that come before the answer."""
-        self._tokenizer, self._signs, self._prompt = tokenizer, [sign for sign in signs if sign], prompt
-        self._tokens = max((len(sign.encode()) for sign in self._signs), default=0) + _MARGIN
+        """`prompt` is the number of tokens that come before the answer; `signs` are the stop words, at least one."""
+        self._tokenizer, self._signs, self._prompt = tokenizer, signs, prompt
+        self._tokens = max(len(sign.encode()) for sign in signs) + _MARGIN
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """Whether each row of `input_ids` `[1, length]` is done."""
+        """Return a boolean `[1]`: whether the text of the answer in `input_ids` `[1, length]` has a stop word."""
         last = input_ids[0, max(self._prompt, input_ids.shape[1] - self._tokens) :]
         text = self._tokenizer.decode(last)
         return torch.tensor([any(sign in text for sign in self._signs)], device=input_ids.device)
@@ -57,7 +58,7 @@ def _told_error(event: str) -> str:
     """An event that tells of an error as OpenAI's API does: transformers gives its text alone, of which programs only
     say that there was an error."""
     if found := re.fullmatch(r'data: \{"error": "(.*)"\}', event, re.DOTALL):
-        return f"data: {json.dumps({'error': {'message': found[1], 'type': 'invalid_request_error'}})}\n\n"
+        return f"data: {json.dumps(error_body(found[1]))}\n\n"
     return f"{event}\n\n"
 
 
