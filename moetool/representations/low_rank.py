@@ -1,6 +1,6 @@
 """A delta to the shared base as a product of two thin matrices, `W ≈ base + U V` (D²-MoE, Eq. 8 and 10)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -65,6 +65,16 @@ class LowRank(Representation):
 
     def encode(self, matrix: Tensor, dtype: torch.dtype, measured: Measured = NOTHING) -> dict[str, Tensor]:
         return dict(zip(("u", "v"), cut(matrix, self.rank, dtype, measured), strict=True)) if self.rank else {}
+
+    def encode_factors(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The stored tensors of a product of factors U `[out, rank]` and V `[rank, in]`."""
+        return {"u": u.to(dtype), "v": v.to(dtype)}
+
+    def decode_factors(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The factors U `[out, rank]` and V `[rank, in]` that stored tensors stand for, fp32."""
+        return tensors["u"].float(), tensors["v"].float()
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:
         return LowRankWeight(shape, self.rank, dtype, device)

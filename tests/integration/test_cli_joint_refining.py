@@ -6,9 +6,10 @@ from checkpoints import weight_bytes, weights
 from moetool.checkpoint.manifest import read_manifest
 
 
-def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tiny_mixtral_bf16, tmp_path):
+@pytest.mark.parametrize(("ratio", "bits"), [(0.4, 16), (0.25, 8), (0.35, 8)])  # 8 bits: some deltas whole, and none
+def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tiny_mixtral_bf16, tmp_path, ratio, bits):
     arguments = ("compress", tiny_mixtral_bf16, "--method", "d2moe")
-    options = (*calibration, "--ratio", 0.4, "--json")
+    options = (*calibration, "--ratio", ratio, "--factor-bits", bits, "--json")
     plain = run_cli(*arguments, tmp_path / "plain", *options)
     refined = run_cli(*arguments, tmp_path / "refined", *options, "--refine", 12)
     assert (plain.code, refined.code) == (0, 0), refined.stderr
@@ -18,6 +19,7 @@ def test_refining_changes_base_and_factors_but_no_size(run_cli, calibration, tin
     told = [layer["refined"] for layer in read_manifest(tmp_path / "refined").layers.values()]
     assert told
     assert all(own["after"] <= own["before"] for own in told)
+    assert any(own["after"] < own["before"] for own in told)
 
 
 @pytest.mark.slow

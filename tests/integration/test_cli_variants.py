@@ -263,7 +263,7 @@ def test_widths_without_groups_are_told_before_the_text_is_read(
 
 
 def test_what_does_not_go_with_coded_factors(run_cli: Any, tiny_mixtral: Path) -> None:
-    for more in ("--share", "v"), ("--refine", 8), ("--paper-counting",):
+    for more in ("--share", "v"), ("--paper-counting",):
         refused = run_cli(
             "compress", tiny_mixtral, "--method", "d2moe", "unused", "--ratio", 0.4, "--factor-bits", 8, *more
         )

@@ -233,12 +233,18 @@ def factor_memory(source: Source, options: FactorOptions, merge: Merge | None, *
     factors = Measuring.factors(reader.shape, jointly=options.share != "none", linked=options.links_outputs)
     if refine:
         tokens = min(options.samples * options.sequence_length, MOST_KEPT)
-        factors = factors.refined(reader.shape, 1 - (options.ratio or 0), tokens)
+        share = _share_of_numbers(1 - (options.ratio or 0), options)
+        factors = factors.refined(reader.shape, share, tokens)
     measuring = [factors]
     if gradients:
         measuring.append(Measuring.fisher(reader.shape, regression=merge == "regmean"))
         measuring.append(Measuring.beside(included_shapes(source)))
     return factor_cost(source, options, gradients=gradients).layer_memory(reader, *measuring, gradients=gradients)
+
+
+def _share_of_numbers(kept: float, options: FactorOptions) -> float:
+    """The share of the experts' numbers that deltas have at most, in a result that has `kept` a share of the bytes."""
+    return min(1.0, kept * 16 / options.factor_bits)
 
 
 def factors_at_once(memory: LayerMemory, options: FactorOptions) -> int:
@@ -298,7 +304,8 @@ def factor_plan(
     if refine or (gradients and options.links_outputs):  # what errors cost
         for_each += 4 * hidden**2
     backward = cost.backward_scratch(reader, at_once) if gradients else 0
-    refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, output / original) if refine else None
+    share = _share_of_numbers(output / original, options)
+    refined = refine_together(moe_size(reader), refine, TOKENS_PER_STEP, share) if refine else None
     forward = cost.forward_scratch(reader, at_once) + encoded_bytes(reader, output, options.shard_size)
     forward += RoutedTokens.nbytes(cost.samples, cost.length, hidden) if refine else 0
     phases = factor_phases(

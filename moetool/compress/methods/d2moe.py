@@ -70,9 +70,8 @@ class D2MoEOptions(FactorOptions, IncludeOptions, CalibrationOptions):
     def _apart(self) -> "D2MoEOptions":
         if self.refine and self.share != "none":
             raise ValueError(f"--refine {self.refine} and --share {self.share} exclude each other")
-        if self.factor_bits == 8 and (self.refine or self.paper_counting):
-            other = f"--refine {self.refine}" if self.refine else "--paper-counting"
-            raise ValueError(f"--factor-bits 8 and {other} exclude each other")
+        if self.factor_bits == 8 and self.paper_counting:
+            raise ValueError("--factor-bits 8 and --paper-counting exclude each other")
         return self
 
     @model_validator(mode="after")

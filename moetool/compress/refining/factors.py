@@ -6,7 +6,7 @@ and so do experts that a token goes to together. Adam (arXiv:1412.6980) moves al
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.compress.refining.refinement import MovingExperts, RefinableExperts
 from moetool.numerics.precision import fast_products
+from moetool.representations.low_rank import LowRank
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 MatrixKey = tuple[Role, int]  # a matrix, by its role and expert
 
@@ -36,7 +38,9 @@ class FactoredExperts(RefinableExperts):
             channels were pruned.
         factors: U `[out, rank]` and V `[rank, in]` of every low-rank delta; without them a matrix is the base.
         whole: every matrix `[out, in]` that is on no base.
-        dtype: the dtype that bases and factors are stored in.
+        deltas: every delta `[out, in]` to a base that is in codes, which stay.
+        forms: the form that factors are stored in.
+        dtype: the dtype that bases and factors, or scales of their codes, are stored in.
     """
 
     roles: tuple[Role, ...]
@@ -44,6 +48,8 @@ class FactoredExperts(RefinableExperts):
     masks: Mapping[Role, Tensor]
     factors: Mapping[MatrixKey, tuple[Tensor, Tensor]]
     whole: Mapping[MatrixKey, Tensor]
+    deltas: Mapping[MatrixKey, Tensor]
+    forms: Mapping[MatrixKey, LowRank | QuantizedLowRank]
     dtype: torch.dtype
 
     def matrices(self, expert: int) -> dict[Role, Tensor]:
@@ -53,15 +59,23 @@ class FactoredExperts(RefinableExperts):
         if key in self.whole:
             return self.whole[key]
         base = self.bases[key[0]]
+        if key in self.deltas:
+            return base + self.deltas[key]
         return base if key not in self.factors else torch.addmm(base, *self.factors[key])
 
     def rounded(self) -> "FactoredExperts":
         """The experts with bases that may move, and factors, rounded to the dtype that they are stored in."""
 
-        def stored(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(self.dtype).float()
+        def of_factors(key: MatrixKey, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            form, shape = self.forms[key], (len(u), v.shape[1])
+            return form.decode_factors(form.encode_factors(u.detach(), v.detach(), self.dtype), shape, self.dtype)
 
-        return self._changed(stored)
+        bases = {
+            role: base.detach().to(self.dtype).float() if role in self.masks else base
+            for role, base in self.bases.items()
+        }
+        factors = {key: of_factors(key, u, v) for key, (u, v) in self.factors.items()}
+        return replace(self, bases=bases, factors=factors)
 
     def leaves(self) -> "FactoredExperts":
         """Copy the experts so that each base and factor that may move is a leaf that requires gradients."""
@@ -69,20 +83,17 @@ class FactoredExperts(RefinableExperts):
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().requires_grad_(True)
 
-        return self._changed(leaf)
-
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> "FactoredExperts":
-        """The experts with what a function makes of all tensors that may move."""
-        bases = {role: change(base) if role in self.masks else base for role, base in self.bases.items()}
-        return replace(self, bases=bases, factors={key: (change(u), change(v)) for key, (u, v) in self.factors.items()})
+        bases = {role: leaf(base) if role in self.masks else base for role, base in self.bases.items()}
+        return replace(self, bases=bases, factors={key: (leaf(u), leaf(v)) for key, (u, v) in self.factors.items()})
 
     def paces(self) -> Iterator[tuple[Tensor, float]]:
         """Every tensor that may move, and how long a step of its numbers is at most."""
         for role in self.masks:
-            products = [_size(u @ v) for (own, _), (u, v) in self.factors.items() if own == role]
-            on_base = len(products) + sum(1 for own, _ in self.whole if own == role)
-            if products:
-                yield self.bases[role], _PACE * sum(products) / max(1, on_base)
+            sizes = [_size(u @ v) for (own, _), (u, v) in self.factors.items() if own == role]
+            sizes += [_size(delta) for (own, _), delta in self.deltas.items() if own == role]
+            count = len(sizes) + sum(1 for own, _ in self.whole if own == role)
+            if sizes:
+                yield self.bases[role], _PACE * sum(sizes) / count
         for u, v in self.factors.values():
             yield u, _PACE * _size(u)
             yield v, _PACE * _size(v)

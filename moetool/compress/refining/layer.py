@@ -31,6 +31,8 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
 from moetool.job.result import significant
 from moetool.numerics.seeding import generator
+from moetool.representations.low_rank import LowRank
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 _OF_EXPERT = 16_384, 4_096  # most tokens that codes of an expert learn from, and that are held out
 _OF_LAYER = 57_344, 8_192  # most tokens that base and factors of a layer learn from, and that are held out
@@ -116,9 +118,10 @@ class LayerRefining:
             experts = self._factored(every)
             stream = generator(self._all.seed, "refine", self._layer)
             found = self._refine(range(self._shape.experts), _OF_LAYER, experts, MovingFactors(experts), stream)
-            for (role, expert), pair in found.factors.items():
-                for name, factor in zip(("u", "v"), pair, strict=True):
-                    every[delta_name(expert, role, name)] = to_cpu(factor.to(self._dtype))
+            if found is not experts:
+                for (role, expert), (u, v) in found.factors.items():
+                    for name, tensor in found.forms[role, expert].encode_factors(u, v, self._dtype).items():
+                        every[delta_name(expert, role, name)] = to_cpu(tensor)
             moved = {role: self._kept_channels(role, found.bases[role]) for role in found.masks}
             self._stored_base.moved(moved).save(base_path(self._all.work, self._layer))
         every = peers.broadcast(every)
@@ -153,14 +156,22 @@ class LayerRefining:
         base, shape, device = self._stored_base, self._shape, self._device
         factors: dict[MatrixKey, tuple[Tensor, Tensor]] = {}
         whole: dict[MatrixKey, Tensor] = {}
+        deltas: dict[MatrixKey, Tensor] = {}
+        stored: dict[MatrixKey, LowRank | QuantizedLowRank] = {}
         for role in shape.roles:
             forms = self._layout.weights[role]
             for expert in range(shape.experts):
                 if forms is None or not forms[expert].uses_base:
                     whole[role, expert] = self._weights(expert, role).to(device).float()
-                elif forms[expert].directions:
-                    u, v = (encoded[delta_name(expert, role, name)].to(device).float() for name in ("u", "v"))
-                    factors[role, expert] = u, v
+                    continue
+                form, matrix = forms[expert], shape.matrix(role)
+                own = {name: encoded[delta_name(expert, role, name)].to(device) for name in form.tensors(matrix)}
+                if isinstance(form, LowRank | QuantizedLowRank):
+                    if form.directions:
+                        factors[role, expert] = form.decode_factors(own, matrix, self._dtype)
+                        stored[role, expert] = form
+                else:
+                    deltas[role, expert] = form.decode(own, matrix, self._dtype).float()
         masks = {
             role: spread(
                 torch.ones_like(base.matrices[role], dtype=torch.float32),
@@ -171,7 +182,7 @@ class LayerRefining:
             for role in self._bases
             if role not in base.compact
         }
-        return FactoredExperts(shape.roles, self._bases, masks, factors, whole, self._dtype)
+        return FactoredExperts(shape.roles, self._bases, masks, factors, whole, deltas, stored, self._dtype)
 
     def _kept_channels(self, role: Role, full: Tensor) -> Tensor:
         """A base `[out, in]` as it is stored, without the channels that are gone."""

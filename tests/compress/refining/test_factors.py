@@ -12,6 +12,8 @@ from moetool.architectures import Role
 from moetool.calibration.routed_tokens import RoutedText
 from moetool.compress.refining.factors import FactoredExperts, MatrixKey, MovingFactors
 from moetool.compress.refining.refinement import Refined, Refinement
+from moetool.representations.low_rank import LowRank
+from moetool.representations.quantized_low_rank import QuantizedLowRank
 
 ROLES: tuple[Role, ...] = ("gate", "up", "down")
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 3, 8, 12, 2
@@ -40,7 +42,15 @@ def cut() -> FactoredExperts:
             factors[role, expert] = u[:, :RANK] * s[:RANK], v[:RANK]
     del factors["gate", 1], factors["up", 2]
     masks = {role: torch.ones_like(base) for role, base in bases.items()}
-    return FactoredExperts(ROLES, bases, masks, factors, {("gate", 1): all_[1]["gate"]}, torch.bfloat16)
+    whole, forms = {("gate", 1): all_[1]["gate"]}, dict.fromkeys(factors, LowRank(RANK))
+    return FactoredExperts(ROLES, bases, masks, factors, whole, {}, forms, torch.bfloat16)
+
+
+def coded() -> FactoredExperts:
+    """The same with factors in codes of 8 bits, and a delta in codes where there was none."""
+    experts, form = cut(), QuantizedLowRank(RANK, 8, 4)
+    delta = original(2)["up"] - experts.bases["up"]
+    return replace(experts, deltas={("up", 2): delta}, forms=dict.fromkeys(experts.factors, form)).rounded()
 
 
 def task(tokens: int = 640) -> Refinement:
@@ -85,6 +95,22 @@ def test_what_is_found_is_stored_in_the_model_s_numbers() -> None:
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors)
     assert torch.equal(found.whole["gate", 1], original(1)["gate"])
     assert found.factors.keys() == cut().factors.keys()
+
+
+def test_codes_are_found_anew() -> None:
+    given = coded()
+    found = moved(given)
+    assert found.is_better
+    assert 0 < found.after < 0.9 * found.before
+    assert found.after == pytest.approx(loss(found.stored), rel=1e-6)
+    assert found.stored.deltas == given.deltas
+    for key, (u, v) in found.stored.factors.items():
+        form = found.stored.forms[key]
+        codes = form.encode_factors(u, v, torch.bfloat16)
+        assert codes["u.codes"].dtype == codes["v.codes"].dtype == torch.uint8
+        again = form.decode_factors(codes, (len(u), v.shape[1]), torch.bfloat16)
+        assert not torch.equal(u, given.factors[key][0])
+        torch.testing.assert_close(again, (u, v), rtol=0.01, atol=0.01)
 
 
 def test_channels_that_are_gone_stay_away() -> None:
