@@ -13,6 +13,7 @@ from moetool.job.result import Json, LoadedLayer, Result, Sizes
 from moetool.measure.results import NAT_UNIT, shown_kl
 from moetool.reduce.results import DroppedResult, ReducedResult
 from moetool.repair.results import RepairedResult, RepairResult
+from moetool.tune.results import TuningResult
 from moetool.upcycle.results import AddedResult
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def print_result(result: Result) -> None:
         fields += _conversion(details)
     if isinstance(details, RepairResult):
         fields += _repaired(details)
+    if isinstance(details, TuningResult):
+        fields += _tuned(details)
     if isinstance(made, AddedResult | DroppedResult):
         fields += _other_experts(made)
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
@@ -179,6 +182,19 @@ def _loaded(loaded: LoadedLayer, stage: str) -> str:
         return f"layer {loaded.layer} of the file reads back as it was written; {rounded}"
     within = f"within {error:.1e} of their size" if error else "exactly"
     return f"by transformers: outputs of layer {loaded.layer} are those of the stored weights, {within}"
+
+
+def _tuned(told: TuningResult) -> list[tuple[str, str]]:
+    """What was trained for how long, and the losses at both ends of it: of the training's own steps, and held out."""
+    training, unit = told.training, "nats per token"
+    steps = f"{training.steps} step{'s' * (training.steps != 1)}"
+    fields = [("trained", f"{told.trained_parameters:,} parameters in {steps}")]
+    if losses := [point["loss"] for point in training.curve if "loss" in point]:
+        fields.append(("training loss", f"{losses[0]:.4f} → {losses[-1]:.4f} (first and last of the log)"))
+    if (after := training.eval_loss) is not None:
+        before = "" if training.eval_loss_before is None else f"{training.eval_loss_before:.4f} → "
+        fields.append(("held-out loss", f"{before}{after:.4f} {unit} (perplexity {training.eval_perplexity:.2f})"))
+    return fields
 
 
 def _repaired(told: RepairResult) -> list[tuple[str, str]]:
