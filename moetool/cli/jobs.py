@@ -65,8 +65,9 @@ def print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estim
     if told.seconds is None:
         fields.append(("time", f"unknown: {told.unknown}"))
     else:
-        parts = ", ".join(f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases)
-        fields.append(("time", f"about {format_seconds(told.seconds)} ({parts})"))
+        parts = [f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases if phase.seconds >= 1]
+        among = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+        fields.append(("time", f"about {format_seconds(told.seconds)}{among}"))
         if in_bf16 is not None and (quicker := in_bf16[0].seconds) is not None and quicker < _WORTH * told.seconds:
             fields.append(("in bfloat16", f"about {format_seconds(quicker)} with {in_bf16[1]}"))
     print_fields(fields)
@@ -91,8 +92,8 @@ def print_result(result: Result) -> None:
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
         fields += [("note", note) for note in made.notes]
     if result.stage in _FOR_ENGINES and sizes is not None and sizes.bytes_input:
-        twice = "The input was compressed already, so its weights are rounded a second time: exported from the original"
-        fields.append(("note", f"{twice}, as many bytes lose less."))
+        twice = "The input was compressed already, so its weights are rounded a second time."
+        fields.append(("note", f"{twice} Export the original instead, which loses less at the same size."))
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
@@ -164,7 +165,7 @@ def _activations(found: Activations) -> list[tuple[str, str]]:
 def _size(sizes: Sizes) -> str:
     """Both sizes, and the original's, too, where the input had been compressed already and is not what counts."""
     before, after = format_bytes(sizes.bytes_before), format_bytes(sizes.bytes_after)
-    change = "" if sizes.achieved_ratio is None else format_change(sizes.achieved_ratio)
+    change = format_change(sizes.achieved_ratio) if sizes.achieved_ratio else ""
     if sizes.gguf_bytes is not None:
         than = f" ({change} than {before})" if change else ""
         return f"{format_bytes(sizes.gguf_bytes)} in GGUF, read as {before} → {after}{than}"

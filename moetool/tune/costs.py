@@ -15,7 +15,7 @@ from moetool.runtime.loading import loading_memory
 
 TRAIN = "Train"
 CHOOSE = "Choose experts"
-EVALUATE = "Evaluate"  # on held-out examples, at the end
+EVALUATION = "Evaluate"  # on held-out examples, at the end
 COUNTED_AT_ONCE = 4096  # tokens that choices of experts are counted on at once
 # Of a matrix that is changed, while its layer runs: the sum and its gradient; and bytes per number of their pieces.
 _MADE, _PIECES = 2, 2
@@ -94,7 +94,7 @@ def training_phases(
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),
         Phase(TRAIN, work + Work(calls=made.open_calls)),
-        *([Phase(EVALUATE, evaluating)] if held_out else ()),
+        *([Phase(EVALUATION, evaluating)] if held_out else ()),
         Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
     )
 

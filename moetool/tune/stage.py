@@ -33,7 +33,7 @@ from moetool.job.result import Details, Sizes
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.runtime.building import check_sizes, in_whole, recomputes
 from moetool.runtime.loading import loading_memory
-from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, trained_by
+from moetool.tune.checks import check_balance_bias, check_masks, check_options, check_recomputing, trained_by
 from moetool.tune.costs import Learning, training_phases, weights_memory
 from moetool.tune.low_rank import TOLD_OF_READING, streamed_as
 from moetool.tune.options import LEAST_MASK_STEPS, LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
@@ -94,6 +94,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
+        check_masks(self.options, checkpoint)
         check_recomputing(self.options, checkpoint)
         check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())

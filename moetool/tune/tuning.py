@@ -25,7 +25,7 @@ from moetool.runtime.modules.networks import SplitFFN
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
-from moetool.tune.costs import EVALUATE, TRAIN
+from moetool.tune.costs import EVALUATION, TRAIN
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.lora import merge_lora
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
@@ -120,7 +120,7 @@ def train(
             trainer.forget_evaluation()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
-            with phase(job.progress, EVALUATE):
+            with phase(job.progress, EVALUATION):
                 loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)

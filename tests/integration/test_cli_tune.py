@@ -93,6 +93,15 @@ def test_it_tells_what_was_learnt(run_cli: Any, moe: Path, tiny_text: Path, tmp_
     assert f"{plan['parameters']:,} parameters in 4 steps" in shown.stdout
 
 
+@pytest.mark.parametrize("option", [("--overlap", 0.1), ("--sample-masks",), ("--multiplier-rate", 2)])
+def test_options_of_masks_are_for_models_that_have_some(
+    run_cli: Any, moe: Path, data: Path, tmp_path: Path, option: Any
+) -> None:
+    result = run_cli("tune", moe, tmp_path / "tuned", *SHORT, "--data", data, *option, "--dry-run")
+    assert result.code == 2
+    assert f"{option[0]} is for what upcycle --method simoe makes" in result.stderr
+
+
 def test_layers_that_predict_further_tokens_stay_as_they_are(
     tuned: Any, save_model: Any, data: Path, tmp_path: Path
 ) -> None:
