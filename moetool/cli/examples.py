@@ -25,7 +25,8 @@ EXAMPLES = {
     "quantize-delta": f"quantize-delta parts coded --bits 2 {_TEXT}",
     "sparsify-delta": "sparsify-delta parts sparse --drop 0.9",
     "export": "export smaller for-any-engine",
-    "export compressed-tensors": f"export mistralai/Mixtral-8x7B-v0.1 for-vllm --format compressed-tensors --bits 4 {_TEXT}",
+    "export compressed-tensors": "export mistralai/Mixtral-8x7B-v0.1 for-vllm --format compressed-tensors --bits 4 "
+    f"{_TEXT}",
     "export mlx": f"export mistralai/Mixtral-8x7B-v0.1 for-mlx --format mlx --size 24GB {_TEXT}",
     "export gguf": f"export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf --size 20GB {_TEXT}",
     "export dense": "export mixture one-expert --format dense --expert 0",
