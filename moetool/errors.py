@@ -58,10 +58,12 @@ class InterruptedRunError(MoetoolError):
 
 
 def did_you_mean(said: str, known: Iterable[str]) -> str:
-    """` Did you mean X?` for the name that comes nearest to what was said, to end a message with, or nothing."""
+    """` Did you mean X?` for the name that comes nearest to what was said, or those that begin so, to end a
+    message with; or nothing."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(said.lower(), names, n=1)
-    return f" Did you mean {names[close[0]]}?" if close else ""
+    close = close or [name for name in names if len(said) > 2 and name.startswith(said.lower())]
+    return f" Did you mean {' or '.join(names[name] for name in close)}?" if close else ""
 
 
 def option_of(name: str) -> str:

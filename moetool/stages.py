@@ -24,7 +24,11 @@ PLACES = (
 
 @cache
 def stages() -> dict[str, type["AnyStage"]]:
-    """Every stage by name: whatever defines a `Stage` in the places above."""
+    """Every stage by name: whatever defines a `Stage` in the places above.
+
+    Raises:
+        TypeError: a command is called otherwise than its file, by whose name the command line finds it.
+    """
     from moetool.job.stage import Stage
 
     found: dict[str, type[AnyStage]] = {}
@@ -34,5 +38,8 @@ def stages() -> dict[str, type["AnyStage"]]:
         for module in map(importlib.import_module, inside or [home.__name__]):
             for _, member in inspect.getmembers(module, inspect.isclass):
                 if issubclass(member, Stage) and hasattr(member, "name") and not inspect.isabstract(member):
+                    called = module.__name__.rpartition(".")[2].replace("_", "-")
+                    if inside and member.method_of is None and member.name != called:
+                        raise TypeError(f"{module.__file__}: a stage's name is that of its file, here {called!r}.")
                     found[member.name] = member
     return found

@@ -123,6 +123,13 @@ def test_every_command_is_called_as_its_file() -> None:
     assert {*commands()} == {*COMMANDS}
 
 
+def test_a_command_that_is_not_called_as_its_file_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.setattr(stages()["decompose"], "name", "take-apart")
+    with pytest.raises(TypeError, match=r"decompose\.py: a stage's name is that of its file, here 'decompose'"):
+        stages.__wrapped__()
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_options_go_through_json_and_yaml(name: str, options: RunOptions) -> None:
     kind = stages()[name].options_type

@@ -375,7 +375,8 @@ def _columns(row: Mapping[str, object], source: str, column: str | None, *, must
     wanted = f"no column {column!r}" if column else "none of text, content, prompt and completion, messages"
     there = ", ".join(map(repr, row)) or "no columns"
     hint = did_you_mean(column, row) if column else ""
-    raise InvalidInputError(f"{source} has {wanted}; it has {there}. Name one: {source}:::COLUMN.{hint}")
+    renamed = "Rename fields to prompt and completion, or name one" if len(row) > 1 and not column else "Name one"
+    raise InvalidInputError(f"{source} has {wanted}; it has {there}. {renamed}: {source}:::COLUMN.{hint}")
 
 
 def _text_columns(row: Mapping[str, object]) -> Sequence[str]:

@@ -17,12 +17,13 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moetool.checkpoint.source import refuse_missing
+from moetool.checkpoint.names import CONFIG
+from moetool.checkpoint.source import local_path, refuse_missing
 from moetool.cli.choosing import CHOICES, chosen, summary_of, typed_choice
 from moetool.cli.command import HintingCommand, command_of, from_record
 from moetool.cli.foreign import command_here
 from moetool.cli.names import COMMAND_GROUPS, commands
-from moetool.errors import MoetoolError, did_you_mean, option_of
+from moetool.errors import MoetoolError, UsageError, did_you_mean, option_of
 from moetool.job.processes import is_first_process
 from moetool.stages import PLACES
 
@@ -59,6 +60,7 @@ def _refuse_missing(typed: Mapping[str, Any]) -> None:
     """End the command for a checkpoint that is not there. The imports of a command take seconds."""
     named = [typed[name] for name in _CHECKPOINTS if typed.get(name)]
     try:
+        _refuse_swapped(typed)
         for source in named:
             for each in [source] if isinstance(source, str) else source:
                 refuse_missing(each)
@@ -66,6 +68,15 @@ def _refuse_missing(typed: Mapping[str, Any]) -> None:
         if is_first_process():
             print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
+
+
+def _refuse_swapped(typed: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the one path that is a checkpoint stands where the output belongs."""
+    given, output = typed.get("input"), typed.get("output")
+    if not given or output is None or typed.get("resume") or typed.get("overwrite") or "/" in given:
+        return
+    if not local_path(given).exists() and (Path(output) / CONFIG).is_file():
+        raise UsageError(f"OUTPUT {output} is a model, and INPUT {given} is not here. INPUT comes first: swap them.")
 
 
 def imported(name: str, words: Sequence[str]) -> HintingCommand:

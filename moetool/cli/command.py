@@ -146,6 +146,11 @@ class HintingCommand(TyperCommand):
                 error.possibilities, error.message = None, f"No such option: {option}.{hint}"
             elif wrong := re.search(r"'([^']*)' is not one of (.*)", getattr(error, "message", "")):
                 error.message = wrong[0] + did_you_mean(wrong[1], quoted_choices(wrong[2]))
+            elif hasattr(error, "message") and "unexpected extra argument" in error.message:
+                arguments = [own.name.upper() for own in self.params if own.param_type_name == "argument" and own.name]
+                alone = f"Only {' and '.join(arguments)}" if arguments else "Nothing"
+                verb = "are" if len(arguments) > 1 else "is"
+                error.message += f". {alone} {verb} typed without an option's name; words with spaces need quotes."
             elif hasattr(error, "message"):
                 error.message = of_a_value(error.message)
             raise
@@ -167,8 +172,9 @@ def _place(names: Sequence[str], main: Sequence[str]) -> int:
 
 
 def of_a_value(message: str) -> str:
-    """Pydantic's words for a value that does not fit, without its "Input": that is an argument of most commands."""
-    return message.replace("Input should", "it should")
+    """Pydantic's words for a value that does not fit, without its "Input", which is an argument of most commands, and
+    without what its parser could not do."""
+    return re.sub(r", unable to parse string as an? \w+", "", message.replace("Input should", "it should"))
 
 
 def quoted_choices(text: str) -> list[str]:

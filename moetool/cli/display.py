@@ -260,14 +260,17 @@ def print_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: bool = True
 ) -> None:
     """A table on stdout; the first column to the left, the others to the right if they hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table()
     for position, header in enumerate(headers):
         table.add_column(header, justify="right" if position and numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     # Piped output has no width of its own; a table must not be cut to 80 columns then.
     width = None if sys.stdout.isatty() else 1000
-    Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width).print(table)
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
+    if title is not None:
+        console.print(title, style="bold")  # a table's own title is cut into lines of the table's width
+    console.print(table)
 
 
 LogJson = Annotated[Path | None, typer.Option("--log-json", help=LOG_HELP)]

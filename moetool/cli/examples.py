@@ -25,7 +25,8 @@ EXAMPLES = {
     "quantize-delta": f"quantize-delta parts coded --bits 2 {_TEXT}",
     "sparsify-delta": "sparsify-delta parts sparse --drop 0.9",
     "export": "export smaller for-any-engine",
-    "export compressed-tensors": "export smaller for-vllm --format compressed-tensors --bits 4",
+    "export compressed-tensors": "export mistralai/Mixtral-8x7B-v0.1 for-vllm --format compressed-tensors --bits 4 "
+    f"{_TEXT}",
     "export mlx": f"export mistralai/Mixtral-8x7B-v0.1 for-mlx --format mlx --size 24GB {_TEXT}",
     "export gguf": f"export mistralai/Mixtral-8x7B-v0.1 for-llama-cpp --format gguf --size 20GB {_TEXT}",
     "export dense": "export mixture one-expert --format dense --expert 0",
@@ -52,7 +53,7 @@ EXAMPLES = {
 MAIN = {
     "upcycle": ("--method", "--experts", "--top-k", "--calibration", "--dry-run"),
     "upcycle add-expert": ("--method", "--source", "--calibration", "--top-k", "--dry-run"),
-    "moefy": ("--experts", "--keep", "--calibration", "--dry-run"),
+    "moefy": ("--keep", "--experts", "--calibration", "--dry-run"),
     "tune": ("--data", "--eval-data", "--epochs", "--learning-rate", "--dry-run"),
     "compress": ("--method", "--ratio", "--size", "--calibration", "--effort", "--dry-run", "--resume"),
     "compress drop-experts": ("--method", "--drop", "--top-k", "--dry-run"),

@@ -206,7 +206,7 @@ def _explain(model: type[BaseModel], problem: ErrorDetails) -> str:
     if problem["type"] == "missing":
         field = model.model_fields.get(name)
         meaning = re.sub(r" \[required.*\]$", "", (field and field.description) or "")
-        return f"{flag} is required: {meaning}" if meaning else f"{flag} is required."
+        return f"{flag} is required. {meaning}" if meaning else f"{flag} is required."
     if (said := problem["input"]) is None:
         return f"{flag} has no value."
     typed = ",".join(said) if isinstance(said, list) and all(isinstance(one, str) for one in said) else said

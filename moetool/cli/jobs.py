@@ -13,6 +13,7 @@ from moetool.job.result import Json, LoadedLayer, Result, Sizes
 from moetool.measure.results import NAT_UNIT, shown_kl
 from moetool.reduce.results import DroppedResult, ReducedResult
 from moetool.repair.results import RepairedResult, RepairResult
+from moetool.tune.results import TuningResult
 from moetool.upcycle.results import AddedResult
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ def print_plan(plan: Mapping[str, Json], told: "Estimate", in_bf16: "tuple[Estim
     if told.seconds is None:
         fields.append(("time", f"unknown: {told.unknown}"))
     else:
-        parts = ", ".join(f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases)
-        fields.append(("time", f"about {format_seconds(told.seconds)} ({parts})"))
+        parts = [f"{phase.name} {format_seconds(phase.seconds)}" for phase in told.phases if phase.seconds >= 1]
+        among = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+        fields.append(("time", f"about {format_seconds(told.seconds)}{among}"))
         if in_bf16 is not None and (quicker := in_bf16[0].seconds) is not None and quicker < _WORTH * told.seconds:
             fields.append(("in bfloat16", f"about {format_seconds(quicker)} with {in_bf16[1]}"))
     print_fields(fields)
@@ -83,13 +85,15 @@ def print_result(result: Result) -> None:
         fields += _conversion(details)
     if isinstance(details, RepairResult):
         fields += _repaired(details)
+    if isinstance(details, TuningResult):
+        fields += _tuned(details)
     if isinstance(made, AddedResult | DroppedResult):
         fields += _other_experts(made)
     if isinstance(made, RankedResult | ReducedResult | MixedResult | AddedResult | ConversionResult):
         fields += [("note", note) for note in made.notes]
     if result.stage in _FOR_ENGINES and sizes is not None and sizes.bytes_input:
-        twice = "The input was compressed already, so its weights are rounded a second time: exported from the original"
-        fields.append(("note", f"{twice}, as many bytes lose less."))
+        twice = "The input was compressed already, so its weights are rounded a second time."
+        fields.append(("note", f"{twice} Export the original instead, which loses less at the same size."))
     if result.status == "finished":
         print_fields([*fields, ("status", "finished already; nothing was done")])
         return
@@ -161,7 +165,7 @@ def _activations(found: Activations) -> list[tuple[str, str]]:
 def _size(sizes: Sizes) -> str:
     """Both sizes, and the original's, too, where the input had been compressed already and is not what counts."""
     before, after = format_bytes(sizes.bytes_before), format_bytes(sizes.bytes_after)
-    change = "" if sizes.achieved_ratio is None else format_change(sizes.achieved_ratio)
+    change = format_change(sizes.achieved_ratio) if sizes.achieved_ratio else ""
     if sizes.gguf_bytes is not None:
         than = f" ({change} than {before})" if change else ""
         return f"{format_bytes(sizes.gguf_bytes)} in GGUF, read as {before} → {after}{than}"
@@ -179,6 +183,19 @@ def _loaded(loaded: LoadedLayer, stage: str) -> str:
         return f"layer {loaded.layer} of the file reads back as it was written; {rounded}"
     within = f"within {error:.1e} of their size" if error else "exactly"
     return f"by transformers: outputs of layer {loaded.layer} are those of the stored weights, {within}"
+
+
+def _tuned(told: TuningResult) -> list[tuple[str, str]]:
+    """What was trained for how long, and the losses at both ends of it: of the training's own steps, and held out."""
+    training, unit = told.training, "nats per token"
+    steps = f"{training.steps} step{'s' * (training.steps != 1)}"
+    fields = [("trained", f"{told.trained_parameters:,} parameters in {steps}")]
+    if losses := [point["loss"] for point in training.curve if "loss" in point]:
+        fields.append(("training loss", f"{losses[0]:.4f} → {losses[-1]:.4f} (first and last of the log)"))
+    if (after := training.eval_loss) is not None:
+        before = "" if training.eval_loss_before is None else f"{training.eval_loss_before:.4f} → "
+        fields.append(("held-out loss", f"{before}{after:.4f} {unit} (perplexity {training.eval_perplexity:.2f})"))
+    return fields
 
 
 def _repaired(told: RepairResult) -> list[tuple[str, str]]:

@@ -39,7 +39,11 @@ class LowRank(Representation):
     @classmethod
     def describe(cls, forms: Sequence[Self]) -> list[str]:
         ranks = [form.rank for form in forms if form.rank]
-        parts = [f"rank {min(ranks)} … {max(ranks)}, mean {sum(ranks) / len(ranks):.0f}"] if ranks else []
+        parts = []
+        if ranks:
+            least, most = min(ranks), max(ranks)
+            several = f" … {most}, mean {sum(ranks) / len(ranks):.0f}" if least < most else ""
+            parts = [f"rank {least}{several}"]
         alone = len(forms) - len(ranks)
         return [*parts, f"{alone} × base alone"] if alone else parts
 

@@ -7,12 +7,16 @@ import torch
 
 from moetool.architectures.layers import decoder_layer
 from moetool.checkpoint.reader import Checkpoint
-from moetool.errors import UsageError
+from moetool.errors import UsageError, option_of
+from moetool.format.kinds import custom_module
+from moetool.format.kinds.simoe import SimoeSpec
 from moetool.job.processes import sharding
 from moetool.runtime.building import empty_model, recomputes
 from moetool.runtime.modules.routers import is_choice_bias
 from moetool.tune.costs import Learning
 from moetool.tune.options import TuneOptions
+
+_OF_MASKS = ("mask_learning_rate", "multiplier_rate", "overlap", "sample_masks")
 
 
 def check_options(options: TuneOptions) -> None:
@@ -35,6 +39,17 @@ def check_options(options: TuneOptions) -> None:
         raise UsageError(
             f"--compute-dtype {options.compute_dtype}: tune holds weights in float32 and computes in it, or with "
             "--bf16 in bfloat16; float16 would need a loss scale that it does not search for."
+        )
+
+
+def check_masks(options: TuneOptions, checkpoint: Checkpoint) -> None:
+    """Raise `UsageError` for options of SIMoE's masks where the model has none."""
+    fields = type(options).model_fields
+    given = [name for name in _OF_MASKS if getattr(options, name) != fields[name].default]
+    if given and not isinstance(custom_module(checkpoint.config), SimoeSpec):
+        raise UsageError(
+            f"{option_of(given[0])} is for what upcycle --method simoe makes; {checkpoint.source} has no masks. "
+            "Leave it out."
         )
 
 

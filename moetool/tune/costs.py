@@ -15,6 +15,7 @@ from moetool.runtime.loading import loading_memory
 
 TRAIN = "Train"
 CHOOSE = "Choose experts"
+EVALUATION = "Evaluate"  # on held-out examples, at the end
 COUNTED_AT_ONCE = 4096  # tokens that choices of experts are counted on at once
 # Of a matrix that is changed, while its layer runs: the sum and its gradient; and bytes per number of their pieces.
 _MADE, _PIECES = 2, 2
@@ -70,10 +71,13 @@ def training_phases(
     chooses: bool,
     teacher: Checkpoint | None = None,
     read: int = 0,
+    held_out: int = 0,
+    evaluations: int = 0,
 ) -> Phases:
     """The phases of a training of so many tokens, in rows of a `length`, in so many steps, that moves `trained` numbers
     of a checkpoint; `again` if forwards are made twice for less memory, `chooses` if the experts that learn are chosen
-    before. A `teacher` sees all tokens, too. Layers' weights are `read` so often."""
+    before. A `teacher` sees all tokens, too. Layers' weights are `read` so often. So many `evaluations` on `held_out`
+    tokens are made before and between the steps, and one after them."""
     made = COEFFICIENTS
     work = _training_work(checkpoint, tokens, length, steps, trained, 1 + made.backward + again, bf16=bf16)
     if teacher is not None:
@@ -84,9 +88,13 @@ def training_phases(
         each = Work(moved=made.load_bytes * numbers, calls=layers * made.load_calls[0], read=checkpoint.weight_bytes)
         work += each * read
     choosing = _training_work(checkpoint, COUNTED, length, COUNTED // COUNTED_AT_ONCE, 0, 1, bf16=False)
+    evaluating = _training_work(checkpoint, held_out, length, -(-held_out // length), 0, 1, bf16=False)
+    if held_out:
+        work += evaluating * evaluations
     return (
         *([Phase(CHOOSE, choosing)] if chooses else ()),
         Phase(TRAIN, work + Work(calls=made.open_calls)),
+        *([Phase(EVALUATION, evaluating)] if held_out else ()),
         Phase(WRITE, writing(0, checkpoint.weight_bytes, len(checkpoint.tensors))),
     )
 

@@ -14,6 +14,7 @@ class Training(Inlined):
         steps: of the optimizer.
         training_seconds: of this run, which may have gone on with another.
         eval_loss: on held-out examples at the end, in nats; `eval_perplexity` is its exponential.
+        eval_loss_before: before the first step.
         mask_sparsity: share of SIMoE's masks that has closed.
         multiplier: λ of their constraint at the end.
         curve: what was logged on the way, in the order of steps: `step` and numbers by what they are.
@@ -23,6 +24,7 @@ class Training(Inlined):
     training_seconds: float
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+    eval_loss_before: float | None = None
     mask_sparsity: float | None = None
     multiplier: float | None = None
     curve: Sequence[Mapping[str, float]] = ()

@@ -12,7 +12,7 @@ import torch
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.comparable import check_comparable
-from moetool.calibration.data import check_data, data_files
+from moetool.calibration.data import check_data, data_files, parse_data
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
@@ -33,7 +33,7 @@ from moetool.job.result import Details, Sizes
 from moetool.job.stage import Effect, Stage, found_here
 from moetool.runtime.building import check_sizes, in_whole, recomputes
 from moetool.runtime.loading import loading_memory
-from moetool.tune.checks import check_balance_bias, check_options, check_recomputing, trained_by
+from moetool.tune.checks import check_balance_bias, check_masks, check_options, check_recomputing, trained_by
 from moetool.tune.costs import Learning, training_phases, weights_memory
 from moetool.tune.low_rank import TOLD_OF_READING, streamed_as
 from moetool.tune.options import LEAST_MASK_STEPS, LORA_ALPHA, TASK_SHARE, TEACHER_SHARE, TuneOptions
@@ -94,6 +94,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         if (tool := sharding()) is not None:
             self._check_sharding(tool)
         checkpoint = self.source.checkpoint
+        check_masks(self.options, checkpoint)
         check_recomputing(self.options, checkpoint)
         check_balance_bias(self.options, checkpoint)
         numbers = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
@@ -105,10 +106,10 @@ class Tune(Stage[TuneOptions, AnySource]):
         width = whole_number(config, "hidden_size") or 0
         again = options.gradient_checkpointing or (learning.changed > 0 and self._runs_again)
         kept = 2 * layers + 60 if again else 40 * layers
-        texts = [file for path in self.reads() for file in data_files(path)]
-        examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
+        learnt, held_out = _text_bytes(options.data), _text_bytes(options.eval_data)
+        examples = 2 * (learnt + held_out)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
-        steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
+        steps = options.steps or math.ceil(options.epochs * learnt / 4 / per_step)
         taught = 0 if self._teacher is None else loading_memory(self._teacher, torch.float32).needed + 2 * logits
         phases = training_phases(
             checkpoint,
@@ -121,6 +122,8 @@ class Tune(Stage[TuneOptions, AnySource]):
             chooses=options.train == "task-experts",
             teacher=self._teacher,
             read=2 * steps * options.accumulation if self._streams else 0,
+            held_out=held_out // 4,
+            evaluations=1 + (steps // options.eval_every if options.eval_every else 0),
         )
         told = {"weights": TOLD_OF_READING} if self._streams else {}
         stored = numbers if sharding() else learning.numbers
@@ -134,7 +137,13 @@ class Tune(Stage[TuneOptions, AnySource]):
             + (logits + 4 * tokens * width * kept + examples + taught),
             phases=phases,
             advice=self._advice,
-            details={"parameters": numbers, "tokens_per_step": per_step, **told},
+            details={
+                "parameters": numbers,
+                "trained_parameters": learning.numbers,
+                **({"steps": steps} if steps else {}),
+                "tokens_per_step": per_step,
+                **told,
+            },
         )
 
     @cached_property
@@ -374,6 +383,12 @@ class Tune(Stage[TuneOptions, AnySource]):
         if lost:
             raise InvalidInputError(f"{output} lacks {len(lost)} tensors of {source.source}, the first {lost[0]}.")
         return Sizes(source.weight_bytes, made.weight_bytes)
+
+
+def _text_bytes(data: str | None) -> int:
+    """Bytes of the files of DATA that are on this machine; 0 for data sets of the hub and for no DATA."""
+    files = found_here(spec.source for spec in parse_data(data)) if data else []
+    return sum(file.stat().st_size for path in files for file in data_files(path))
 
 
 def _check_begun(noted: Mapping[str, object], examples: "Examples") -> None:

@@ -34,17 +34,17 @@ from moetool.tune.rates import set_rate_of_scales
 from moetool.tune.teacher import Teacher
 
 DIGESTS = "digests.json"  # of a checkpoint's files
-LOGGED = (
-    "loss",
-    "eval_loss",
-    "teacher_kl",
-    "balance_loss",
-    "z_loss",
-    "mask_sparsity",
-    "multiplier",
-    "grad_norm",
-    "learning_rate",
-)
+LOGGED = {  # by the Trainer's name: what a line of log calls it
+    "loss": "loss",
+    "eval_loss": "held-out loss",
+    "teacher_kl": "KL from the teacher",
+    "balance_loss": "balance loss",
+    "z_loss": "z-loss",
+    "mask_sparsity": "mask sparsity",
+    "multiplier": "multiplier",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+}
 
 
 class MoETrainer(Trainer):
@@ -269,6 +269,7 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._job.progress.advance()
+        control.should_log |= state.global_step == state.max_steps
         if self._job.ranks.is_stopping(self._job.interrupt.requested):
             self._job.interrupt.requested = True  # maybe another process was asked
             control.should_save = True
@@ -295,9 +296,8 @@ class Reporter(TrainerCallback):
         **_: object,
     ) -> None:
         logged = logs or {}
-        found = {name: logged[name] for name in LOGGED if name in logged}
-        if found:
-            values = ", ".join(f"{name} {float(value):.4g}" for name, value in found.items())
+        values = ", ".join(f"{words} {float(logged[name]):.4g}" for name, words in LOGGED.items() if name in logged)
+        if values:
             self._job.progress.log(f"step {state.global_step}: {values}")
 
 

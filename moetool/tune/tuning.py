@@ -25,7 +25,7 @@ from moetool.runtime.modules.networks import SplitFFN
 from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
-from moetool.tune.costs import TRAIN
+from moetool.tune.costs import EVALUATION, TRAIN
 from moetool.tune.examples import Example, collate, pack
 from moetool.tune.lora import merge_lora
 from moetool.tune.masks import WAY, MaskConstraint, parameter_groups
@@ -85,6 +85,7 @@ def train(
         arguments = _arguments(str(work), options, steps, rate, on_cpu=on_cpu, evaluates=bool(held_out))
         with arguments.main_process_first(local=False):
             last, done = last_checkpoint(work)
+        arguments.eval_on_start = bool(held_out) and not done
         began = time.monotonic()
         with phase(job.progress, TRAIN, steps - done, "steps"):
             trainer = MoETrainer(
@@ -119,12 +120,14 @@ def train(
             trainer.forget_evaluation()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
-            with phase(job.progress, "Evaluate"):
+            with phase(job.progress, EVALUATION):
                 loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)
             found = replace(found, eval_loss=round(loss, 6), eval_perplexity=perplexity)
         if done < steps:
-            found = replace(found, curve=_curve(trainer.state.log_history))
+            curve = _curve(trainer.state.log_history)
+            before = next((point.get("eval_loss") for point in curve if point["step"] == 0), None)
+            found = replace(found, curve=curve, eval_loss_before=before)
         if constraint is not None:
             masks = constraint.logs()
             found = replace(found, mask_sparsity=masks["mask_sparsity"], multiplier=masks["multiplier"])
@@ -202,6 +205,7 @@ def _arguments(
         eval_strategy="steps" if evaluates and options.eval_every else "no",
         eval_steps=options.eval_every,
         logging_strategy="steps",
+        logging_first_step=True,
         logging_steps=options.log_every,
         report_to=options.report_to.split(","),
         disable_tqdm=True,

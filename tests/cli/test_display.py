@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from moetool.cli.display import Display, print_json
+from moetool.cli.display import Display, print_json, print_table
 from moetool.job.progress import phase
 from moetool.job.result import PhaseTime
 
@@ -32,6 +32,12 @@ def test_infinity_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"perplexity": math.inf, "models": [{"nll": math.nan, "windows": 1}]})
     found = json.loads(capsys.readouterr().out)
     assert found == {"schema_version": 1, "perplexity": None, "models": [{"nll": None, "windows": 1}]}
+
+
+def test_a_title_is_one_line_over_the_narrowest_table(capsys: pytest.CaptureFixture[str]) -> None:
+    title = "Overlap of experts"
+    print_table(("a", "b"), [("0", "1")], title=title)
+    assert capsys.readouterr().out.splitlines()[0] == title
 
 
 def test_short_jobs_are_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:

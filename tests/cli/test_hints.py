@@ -43,6 +43,10 @@ from moetool.errors import did_you_mean
             ("push", "a", "b", "--seed", "8"),
             "It is an option of `moetool upcycle`, `moetool moefy`, `moetool",
         ),
+        (("upcycle", "a", "b", "--method", "ders"), "Did you mean ders-lowrank or ders-sparse?"),
+        (("upcycle", "a", "b", "8"), "Only INPUT and OUTPUT are typed without an option's name"),
+        (("generate", "a", "two", "words"), "Only MODEL and PROMPT are typed without an option's name"),
+        (("upcycle", "a", "b", "--experts", "many"), "'--experts': it should be a valid integer\n"),
         (("compress", "--model", "a"), "INPUT is typed without a name: `moetool compress INPUT OUTPUT`."),
         (("compress", "a", "--output-dir", "b"), "OUTPUT is typed without a name"),
         (("compress", "a", "b", "--ratio", "40"), "above 0 and below 1; for 40 % write 0.4 or 40%"),
@@ -54,6 +58,14 @@ def test_a_name_that_is_nearly_right(run_cli, arguments, hint):
     result = run_cli(*arguments)
     assert (result.code, result.stdout) == (2, "")
     assert hint in result.stderr
+
+
+def test_arguments_in_the_wrong_order(run_cli, tiny_mixtral, tmp_path, monkeypatch):
+    """A name without a folder could be one of the hub; nothing is looked for there."""
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("compress", "small", tiny_mixtral, "--ratio", "75%")
+    assert result.code == 2
+    assert f"OUTPUT {tiny_mixtral} is a model, and INPUT small is not here. INPUT comes first" in result.stderr
 
 
 @pytest.mark.parametrize("value", ["many", "0"])

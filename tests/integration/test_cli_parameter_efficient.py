@@ -592,7 +592,7 @@ def test_what_begins_at_zero_learns_at_a_rate_of_its_own(
     always = ("--sequence-length", 64, "--batch-size", 2, "--log-every", 1, "--steps", 4, "--schedule", "constant")
     told = run_cli("tune", source, tmp_path / "out", "--data", data, *always, "--warmup", 0, *options, "--json")
     assert told.code == 0 or which == "simoe", told.stderr
-    assert f"learning_rate {rate:.4g}" in told.stderr
+    assert f"learning rate {rate:.4g}" in told.stderr
 
 
 def test_factors_follow_from_the_seed(tuned: Any, pesc: Path) -> None:

@@ -161,7 +161,7 @@ def test_results_of_other_commands(run_cli, compress, tiny_mixtral, tiny_text, t
     page, told = reported(run_cli, made.path, tmp_path / "a.html", "--results", results)
     assert page.headings[-3:] == ["Training", *LAST]
     curve = tuned.json["curve"]
-    assert [point["step"] for point in curve if "loss" in point] == [2, 4]
+    assert [point["step"] for point in curve if "loss" in point] == [1, 2, 4]
     assert curve[-1]["eval_loss"] == pytest.approx(tuned.json["eval_loss"], abs=1e-5)
     assert told["recorded"]["runs"][1]["curve"] == curve
     phases = made.told["phases"]
@@ -185,7 +185,7 @@ def test_every_job_on_the_way_has_kept_what_it_cost(run_cli, compress, tiny_mixt
         ("tune", str(tiny_mixtral), str(tuned)),
         ("d2moe", str(tuned), str(made)),
     ]
-    assert [point["step"] for point in first["curve"] if "loss" in point] == [2, 4]
+    assert [point["step"] for point in first["curve"] if "loss" in point] == [1, 2, 4]
     assert page.headings[-3:] == ["Training", *LAST]
     printed = compressed.json["phases"]
     assert [each["name"] for each in last["phases"]] == [each["name"] for each in printed]

@@ -73,8 +73,33 @@ def test_it_is_evaluated_once_a_step(run_cli: Any, moe: Path, data: Path, tmp_pa
     options = (*SHORT, "--data", data, "--eval-data", data, "--no-packing", "--batch-size", 30, "--epochs", 2)
     result = run_cli("tune", moe, tmp_path / "tuned", *options, "--eval-every", 1)
     assert result.code == 0, result.stderr
-    evaluated = [line.partition(":")[0] for line in result.stderr.splitlines() if "eval_loss" in line]
-    assert evaluated == ["step 1", "step 2", "step 3", "step 4"]
+    evaluated = [line.partition(":")[0] for line in result.stderr.splitlines() if "held-out loss" in line]
+    assert evaluated == ["step 0", "step 1", "step 2", "step 3", "step 4"]
+
+
+def test_it_tells_what_was_learnt(run_cli: Any, moe: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Fewer steps than lie between two lines of log, the first and the last of which are there."""
+    options = ("--data", tiny_text, "--eval-data", tiny_text, "--sequence-length", 64, "--steps", 4)
+    options = (*options, "--learning-rate", 1e-2)
+    plan = run_cli("tune", moe, tmp_path / "tuned", *options, "--dry-run", "--json").json
+    assert (plan["steps"], plan["trained_parameters"]) == (4, plan["parameters"])
+    assert [phase["name"] for phase in plan["phases"]] == ["Train", "Evaluate", "Write"]
+    told = run_cli("tune", moe, tmp_path / "told", *options, "--json").json
+    assert told["curve"][0] == {"step": 0, "eval_loss": told["eval_loss_before"]}
+    assert told["eval_loss_before"] > told["eval_loss"] + 0.1
+    assert [point["step"] for point in told["curve"] if "loss" in point] == [1, 4]
+    shown = run_cli("tune", moe, tmp_path / "tuned", *options)
+    assert f"{told['eval_loss_before']:.4f} → {told['eval_loss']:.4f} nats per token" in shown.stdout
+    assert f"{plan['parameters']:,} parameters in 4 steps" in shown.stdout
+
+
+@pytest.mark.parametrize("option", [("--overlap", 0.1), ("--sample-masks",), ("--multiplier-rate", 2)])
+def test_options_of_masks_are_for_models_that_have_some(
+    run_cli: Any, moe: Path, data: Path, tmp_path: Path, option: Any
+) -> None:
+    result = run_cli("tune", moe, tmp_path / "tuned", *SHORT, "--data", data, *option, "--dry-run")
+    assert result.code == 2
+    assert f"{option[0]} is for what upcycle --method simoe makes" in result.stderr
 
 
 def test_layers_that_predict_further_tokens_stay_as_they_are(

@@ -151,7 +151,7 @@ def test_is_described_with_its_number(form: Representation) -> None:
     [
         (["low-rank:12", "dense", "low-rank:96"], "rank 12 … 96, mean 54; 1 × dense"),
         (["low-rank:0", "low-rank:0"], "2 × base alone"),
-        (["low-rank:3", "low-rank:0"], "rank 3 … 3, mean 3; 1 × base alone"),
+        (["low-rank:3", "low-rank:0"], "rank 3; 1 × base alone"),
         (["quantised-low-rank:23:3:row", "quantised:2:8", "quantised-low-rank:5:3:8", "quantised:8:8"],
          "1 × 8 bits; 1 × 2 bits; 2 × rank 5 … 23 in 3 bits"),
         (["quantised-low-rank:5:3:8", "quantised-low-rank:5:2:8"], "1 × rank 5 in 2 bits; 1 × rank 5 in 3 bits"),

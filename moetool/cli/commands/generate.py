@@ -25,6 +25,6 @@ def build(
     if json:
         print_json(result.to_json())
         return
-    print()
+    print(flush=True)  # before what follows on stderr
     display.log(f"{result.new_tokens} tokens, {result.tokens_per_second:.1f} per second.")
     next_step.tell(next_step.line("bench", model))

@@ -128,6 +128,7 @@ def _print(result: Inspection | DenseInspection) -> None:
         fields += [("parameters", f"{counts.total:,}"), held, ("taken by", ", ".join(result.commands))]
         print_fields(fields)
         return
+    in_files = f" ({counts.stored:,} in the files)" if counts.stored != counts.total else ""
     each = f", {8 * stored.bytes / counts.total:.2f} bits each on average" if stored.files else ""
     beside = []
     if (found := result.beside) is not None:
@@ -145,7 +146,7 @@ def _print(result: Inspection | DenseInspection) -> None:
             ("layers", f"{result.layers}, of which {result.moe_layers} with experts"),
             ("experts", f"{result.experts}, top-{result.top_k}, {result.dtype}"),
             ("width", width),
-            ("parameters", f"{counts.total:,} total, {counts.active:,} active{each}"),
+            ("parameters", f"{counts.total:,} total{in_files}, {counts.active:,} active{each}"),
             held,
             *beside,
             *density,
@@ -180,7 +181,7 @@ def _print_masks(masks: Masks) -> None:
         print_table((title, "per expert", "any expert"), rows)
     overlaps = [(str(expert), *(f"{value:.2f}" for value in row)) for expert, row in enumerate(masks.overlap)]
     header = ("expert", *(str(expert) for expert in range(len(overlaps))))
-    print_table(header, overlaps, title="Overlap: the share of an expert's channels that another leaves open too")
+    print_table(header, overlaps, title="Overlap: share of an expert's channels that another has, too")
 
 
 def _weights(base: SharedBase | None, role: Role) -> str:

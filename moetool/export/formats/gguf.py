@@ -359,6 +359,9 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
     def _remarks(self) -> list[str]:
         """Notes for the user, before anything is written."""
         found = remarks(self.source, self._types)
+        options = self.options
+        if not (options.type or options.experts_type or options.size or options.target_bpw):
+            found.append("Weights are written in f16: --type Q4_K_M or --size makes a smaller file.")
         if self._tokenizer is None:
             found.append("There is no tokenizer: the file is of use to programs that bring token ids.")
         elif (remark := self._tokenizer.remark) is not None:
