@@ -177,11 +177,14 @@ class ExpertReader:
         """Compare headers with promises; note the names of the experts' tensors."""
         if absent := sorted(set(self.layouts) - set(self.moe_layers)):
             raise InvalidInputError(f"quantization_config lists layers {absent}, which have no experts in the files.")
-        experts = {name: shape for layer in self.moe_layers for name, shape, _ in self._shapes(layer)}
+        due = [own for layer in self.moe_layers for own in self._shapes(layer)]
+        experts = {name: shape for name, shape, _ in due}
         biases = {name: shape for layer in self.moe_layers for name, shape in self._bias_shapes(layer)}
         check_blocks(self.checkpoint, self.architecture, experts | biases)
         self.names, self.biases = frozenset(experts), frozenset(biases)
-        check_dtype("The experts", self.dtype)
+        for name, _, own in due:
+            if own is None:
+                check_dtype(name, self.checkpoint.info(name).dtype, self.checkpoint.path)
 
     @property
     def dtype(self) -> torch.dtype:
