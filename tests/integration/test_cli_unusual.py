@@ -1,12 +1,13 @@
 """Models whose config says what few do: everything goes on as with any other."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from checkpoints import assert_close, change_tensors, load, relative_error
+from checkpoints import assert_close, change_tensors, copy_of, load, relative_error, tensors_of
 from derived_families import DERIVED
 from torch import Tensor
 
@@ -49,3 +50,24 @@ def test_a_shared_expert_of_no_width(
     few = ("--sequence-length", 16, "--batch-size", 1, "--steps", 1)
     tuned = run_cli("tune", source, tmp_path / "tuned", "--data", tiny_text, *few)
     assert tuned.code == 0, tuned.stderr
+
+
+@pytest.mark.parametrize("kept", ["w1|w3", r"layers\.[12]\."], ids=["gate and up", "the last layers"])
+def test_experts_of_two_dtypes_are_written_in_that_of_most(
+    run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tokens: Tensor, tmp_path: Path, kept: str
+) -> None:
+    """Not in that of the first: what is kept whole is not rounded."""
+
+    def narrow(held: dict[str, Tensor]) -> None:
+        for name in held:
+            if ".experts." in name and not re.search(kept, name):
+                held[name] = held[name].bfloat16()
+
+    source = change_tensors(copy_of(tiny_mixtral, tmp_path / "model"), narrow)
+    out, text = tmp_path / "out", ("--calibration", tiny_text, *FEW)
+    made = run_cli("compress", source, out, "--method", "d2moe", "--rank", 10_000, *text)
+    assert made.code == 0, made.stderr
+    assert_close(logits(out, tokens), logits(source, tokens))
+    assert run_cli("decompose", source, tmp_path / "deltas", "--base", "mean").code == 0
+    assert_close(logits(tmp_path / "deltas", tokens), logits(source, tokens))
+    assert {held.dtype for held in tensors_of(tmp_path / "deltas").values()} == {torch.float32}
