@@ -72,7 +72,8 @@ def blocks_of(
             blocks[block][name] = state[renamed].dtype
     _refuse_unused(checkpoint, model, [name for name in unknown if name.startswith(tuple(layers))])
     in_memory = _filled_by_reader(experts)
-    if missing := [name for name in state if name not in covered and not any(own in name for own in in_memory)]:
+    due = (name for name, own in state.items() if own.numel() and name not in covered)
+    if missing := [name for name in due if not any(own in name for own in in_memory)]:
         raise lacking(checkpoint.path, missing, checkpoint.tensors)
     return blocks
 

@@ -158,7 +158,9 @@ class StreamedModel:
         names = {id(module): name for name, module in self.model.named_modules()}
         for module in modules:
             for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                if tensor.device.type == "meta":
+                if tensor.device.type == "meta" and not tensor.numel():  # of a shared expert of no width
+                    setattr(module, name, nn.Parameter(torch.empty_like(tensor, device=self.device)))
+                elif tensor.device.type == "meta":
                     raise InvalidInputError(f"Tensor {names[id(module)]}.{name} is missing from the checkpoint.")
 
     @contextmanager

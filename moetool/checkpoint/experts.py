@@ -1,5 +1,6 @@
 """Reading experts from a checkpoint by role, whatever their representation on disk."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -40,6 +41,7 @@ class ExpertReader:
         moe_layers: indices.
         names: of every tensor on disk that stores experts' matrices.
         biases: names of those with all experts' biases, where there are some.
+        dtype: in which most bytes of the experts are stored, of those tensors that have no dtype of a form's own.
 
     Raises:
         InvalidInputError: on construction, if the files do not hold exactly the experts that `config.json` promises.
@@ -177,16 +179,17 @@ class ExpertReader:
         """Compare headers with promises; note the names of the experts' tensors."""
         if absent := sorted(set(self.layouts) - set(self.moe_layers)):
             raise InvalidInputError(f"quantization_config lists layers {absent}, which have no experts in the files.")
-        experts = {name: shape for layer in self.moe_layers for name, shape, _ in self._shapes(layer)}
+        due = [own for layer in self.moe_layers for own in self._shapes(layer)]
+        experts = {name: shape for name, shape, _ in due}
         biases = {name: shape for layer in self.moe_layers for name, shape in self._bias_shapes(layer)}
         check_blocks(self.checkpoint, self.architecture, experts | biases)
         self.names, self.biases = frozenset(experts), frozenset(biases)
-        check_dtype("The experts", self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the experts' tensors, taken from the down matrix of the first MoE layer."""
-        return self.checkpoint.tensors[self.architecture.weight_name(self.moe_layers[0], 0, "down")].dtype
+        sizes = Counter[torch.dtype]()
+        for name in (name for name, _, own in due if own is None):
+            info = self.checkpoint.info(name)
+            check_dtype(name, info.dtype, self.checkpoint.path)
+            sizes[info.dtype] += info.nbytes
+        self.dtype = sizes.most_common(1)[0][0]
 
     def _read_native(self, layer: int, expert: int, role: Role, shape: tuple[int, int]) -> Tensor:
         """The `expert`-th matrix `[out, in]` under native names: an expert's own, or (the 0th) the base."""

@@ -168,13 +168,14 @@ def _parse(file: Path, raw: bytes) -> tuple[dict[str, TensorInfo], int, str]:
     return tensors, position - data_start, str(said.get("format", "")) if isinstance(said, dict) else ""
 
 
-def check_dtype(what: str, dtype: torch.dtype) -> None:
-    """Raise `InvalidInputError` if `what` is not stored in floating point numbers of 16 bits or more: it stands for
-    other numbers, by scales that nothing tells of."""
+def check_dtype(name: str, dtype: torch.dtype, path: Path) -> None:
+    """Raise `InvalidInputError` if a tensor of weights is not stored in floating point numbers of 16 bits or more: its
+    numbers are codes, whose scales nothing tells of."""
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise InvalidInputError(
-            f"{what} are stored as {dtype}; moetool works on 16- and 32-bit floating point numbers. "
-            "Convert the checkpoint to bfloat16 first."
+            f"{path}: {name} is stored as {str(dtype).removeprefix('torch.')}, and config.json names no quantization "
+            "that says what its numbers stand for. Take config.json as it was published with these files, or the "
+            "weights in 16 or 32 bits."
         )
 
 

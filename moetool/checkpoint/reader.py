@@ -14,7 +14,7 @@ from moetool.architectures import aliases, beginnings
 from moetool.architectures.base import Settings
 from moetool.checkpoint.gguf import gguf_in
 from moetool.checkpoint.gguf_parts import parts_of
-from moetool.checkpoint.header import TensorInfo, read_numbers
+from moetool.checkpoint.header import TensorInfo, check_dtype, read_numbers
 from moetool.checkpoint.json_files import read_object
 from moetool.checkpoint.missing import with_adapter, without_config
 from moetool.checkpoint.mlx import as_on_the_hub
@@ -27,8 +27,8 @@ from moetool.checkpoint.stored.formats import ABOUT_WEIGHTS, entry_of, matrices_
 from moetool.checkpoint.stored.matrix import DecodedMatrix, GroupScales
 from moetool.checkpoint.weight_files import read_headers, read_weight_files
 from moetool.errors import InvalidInputError, did_you_mean
-from moetool.format.entry import with_usual_entry
-from moetool.format.marker import moetool_entry, without_stored
+from moetool.format.entry import is_quantized_elsewhere, with_usual_entry
+from moetool.format.marker import OWN, moetool_entry, without_stored
 from moetool.format.mlx import MLX
 from moetool.format.validation import check_config, check_headers, check_settings, is_known
 
@@ -85,7 +85,7 @@ class Checkpoint:
 
         Raises:
             InvalidInputError: there is no such checkpoint, a file is missing, truncated or contradicts another, or
-                the weights are not safetensors.
+                the weights are not safetensors, or are codes of a quantization that nothing names.
             ResourceError: no disk left for the download.
         """
         path = resolve_source(source)
@@ -104,6 +104,10 @@ class Checkpoint:
         opened = cls(str(source), path, config, ordered, files, weight_bytes, digest_of(parts), times)._decoding()
         if is_known(config):
             check_headers(opened.settings, config, opened.shapes, path)
+        if not is_quantized_elsewhere(opened.config):
+            for name, info in opened.tensors.items():
+                if name.endswith(".weight") and OWN not in name:
+                    check_dtype(name, info.dtype, path)
         return opened
 
     @property

@@ -193,6 +193,10 @@ class CodedExperts(Stage[CodedT]):
         """The text that codes are chosen on; `None` for the nearest."""
         return CodingText.of(self.source, self.options)
 
+    def remarks(self) -> list[str]:
+        """What is said of the result before it is made."""
+        return [NEAREST] if self.text is None and self._fewest_bits < 8 else []
+
     @property
     def _fewest_bits(self) -> int:
         shape = self.source.experts.shape
@@ -202,9 +206,9 @@ class CodedExperts(Stage[CodedT]):
         source, text, output = self.source, self.text, self.output_bytes
         reader, options = source.experts, self.options
         size, details = moe_size(reader), dict[str, Json](self.lacking())
+        if notes := self.remarks():
+            details["note"] = " ".join(notes)
         if text is None:
-            if self._fewest_bits < 8:
-                details["note"] = NEAREST
             work = self.coding + (decoding(size) if reader.layouts else Work())
             scratch, memory = 0, CalibrationCost(0, 1, 4).layer_memory(reader).nbytes()
             phases = rewriting_phases(size, output, work)
@@ -258,8 +262,9 @@ class CodedExperts(Stage[CodedT]):
         reader = self.source.experts
         for wanted in self.lacking().values():
             job.progress.log(f"{self.kernels} want {wanted}: they may refuse this checkpoint, or run it slower.")
-        if (text := self.text) is None and self._fewest_bits < 8:
-            job.progress.log(NEAREST)
+        for note in self.remarks():
+            job.progress.log(note)
+        text = self.text
         packed: Callable[[int], Named] = partial(self._nearest, job)
         making, facts = None, None
         if text is not None:

@@ -90,6 +90,21 @@ NOT_UNDONE: Mapping[str, str] = MappingProxyType(
 ROLE_OF: Mapping[str, Role] = MappingProxyType(
     {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
 )
+# Families whose class in mlx-lm always has a head of its own, and the one whose class never has.
+_UNTIED = frozenset(
+    {
+        "deepseek",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "longcat_flash",
+        "phimoe",
+        "qwen2_moe",
+        "solar_open",
+    }
+)
+_TIED = "lfm2_moe"
 _GRANITE_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 _PLAIN = (str, int, float, bool, list)
 _OUTRIGHT = ("rope_theta", "partial_rotary_factor")
@@ -198,13 +213,28 @@ def told_outright(settings: Settings) -> dict[str, object]:
     return found | _told_of(str(settings.get("model_type")), settings)
 
 
-def _told_of(kind: str, settings: Settings) -> dict[str, object]:
-    """What mlx-lm's class of a family asks for, in words of its own."""
-    kinds = settings.get("layer_types")
-    if kind == "lfm2_moe" and not settings.get("tie_word_embeddings"):
+def told_of_head(kind: str, *, has_head: bool) -> dict[str, object]:
+    """What `config.json` says of tying, in a family of this `model_type`: mlx-lm leaves out the head of files whose
+    config says that it is tied, and transformers takes it where it differs from the embeddings.
+
+    Raises:
+        InvalidInputError: mlx-lm's class of the family has no place for a head, or none without one.
+    """
+    if has_head and kind == _TIED:
         raise InvalidInputError(
             "mlx-lm has no head for LFM2-MoE but its embeddings, and this model has one of its own."
         )
+    if not has_head and kind in _UNTIED:
+        raise InvalidInputError(
+            f"mlx-lm wants a head for '{kind}', and this model has none: its embeddings are its head "
+            "(tie_word_embeddings)."
+        )
+    return {"tie_word_embeddings": not has_head}
+
+
+def _told_of(kind: str, settings: Settings) -> dict[str, object]:
+    """What mlx-lm's class of a family asks for, in words of its own."""
+    kinds = settings.get("layer_types")
     if kind == "granitemoehybrid" and isinstance(kinds, list):
         turned = settings.get("position_embedding_type") == "rope"
         called = [_GRANITE_LAYERS.get(own, own) for own in kinds]

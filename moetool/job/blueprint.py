@@ -38,11 +38,12 @@ def check_promised(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
     these shapes."""
     promised = imagine(checkpoint.source, checkpoint.path, checkpoint.config).tensors
     shapes = {_today(name): info.shape for name, info in checkpoint.tensors.items()}
-    if missing := [name for name in promised if name not in shapes]:
+    if missing := [name for name, info in promised.items() if info.nbytes and name not in shapes]:
         refuse_other_head(checkpoint)
         raise lacking(checkpoint.source, missing, checkpoint.tensors)
     for name, info in promised.items():
-        check_shape(checkpoint.path, name, shapes[name], info.shape)
+        if name in shapes:
+            check_shape(checkpoint.path, name, shapes[name], info.shape)
     return promised
 
 

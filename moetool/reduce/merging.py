@@ -10,7 +10,7 @@ from moetool.architectures import MoEShape, Role
 from moetool.checkpoint.experts import Weights
 from moetool.job.job import Source
 from moetool.reduce.choosing import Merged
-from moetool.reduce.plan import rows_kept
+from moetool.reduce.plan import rows_kept, whole_dtype
 from moetool.reduce.stored import has_stored_experts, stored_tensors
 
 
@@ -23,10 +23,11 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
     orders = neuron_orders(reader.shape, weights, left) if align else {}
     if are_stored := has_stored_experts(source):
         yield from stored_tensors(source, layer, [merged.members[0] for merged in left])
+    dtypes = {role: whole_dtype(reader, layer, role) for role in reader.shape.roles}
     for roles in reader.shape.groups:
 
         def matrix(role: Role, place: int) -> Tensor:
-            return merged_matrix(weights, role, left[place], orders, reader.dtype)
+            return merged_matrix(weights, role, left[place], orders, dtypes[role])
 
         def bias(role: Role, place: int) -> Tensor:
             apart = {} if role == "down" else orders  # its outputs are no neurons
@@ -44,10 +45,10 @@ def layer_tensors(source: Source, layer: int, left: Sequence[Merged], *, align: 
 def merged_matrix(
     weights: Weights, role: Role, merged: Merged, orders: dict[int, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """One matrix `[out, in]` or bias `[out]` of a merged expert: the weighted sum of its members; bit by bit the
-    original's for a single one."""
+    """One matrix `[out, in]` or bias `[out]` of a merged expert: the weighted sum of its members; the original's
+    numbers for a single one."""
     if len(merged.members) == 1:
-        return weights(merged.members[0], role)
+        return weights(merged.members[0], role).to(dtype)
     total: Tensor | None = None
     for expert, share in zip(merged.members, merged.shares, strict=True):
         own = weights(expert, role).float()

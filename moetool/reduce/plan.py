@@ -3,13 +3,15 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from moetool.architectures import Architecture
+from moetool.architectures import Architecture, Role
 from moetool.architectures.base import EXPERT_KEYS, TOP_K_KEYS, whole_number
 from moetool.architectures.described import language_entries, with_language_entries
+from moetool.checkpoint.experts import ExpertReader
 from moetool.checkpoint.sizes import format_bytes, format_least_bytes
 from moetool.checkpoint.writer import TensorSpec
 from moetool.errors import InvalidInputError, UsageError
@@ -80,9 +82,19 @@ class CountedPlan(PassingPlan):
                         bias = source.checkpoint.tensors[source.architecture.bias_name(layer, role)]
                         yield TensorSpec(bias.name, bias.dtype, (self.count, *bias.shape[1:]))
                     continue
-                for expert in range(0 if are_stored else self.count):
-                    name = source.architecture.weight_name(layer, expert, role)
-                    yield TensorSpec(name, info.dtype, info.shape)
+                if not are_stored:
+                    dtype = whole_dtype(source.experts, layer, role)
+                    for expert in range(self.count):
+                        yield TensorSpec(source.architecture.weight_name(layer, expert, role), dtype, info.shape)
+
+
+def whole_dtype(reader: ExpertReader, layer: int, role: Role) -> torch.dtype:
+    """The dtype that holds the matrices of all experts of a layer in a role without rounding: files may have some of
+    them in bf16 and others in fp32."""
+    if not reader.layout(layer).is_native:
+        return reader.dtype
+    names = {reader.architecture.weight_name(layer, expert, role) for expert in range(reader.shape.experts)}
+    return reduce(torch.promote_types, {reader.checkpoint.info(name).dtype for name in names})
 
 
 def expert_axis(shape: Sequence[int], architecture: Architecture) -> int | None:

@@ -178,7 +178,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     for name, (_, shape) in promised.items():
         if name in held and not _is_turned(held[name].shape, shape):
             check_shape(checkpoint.path, name, held[name].shape, shape)
-    absent = [name for name in promised if name not in held]
+    absent = [name for name, (_, shape) in promised.items() if name not in held and 0 not in shape]
     layered = set(map(_of_any_layer, held))
     needless = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
     renamed = {_layer_of(name) for name in held.keys() - promised.keys()}

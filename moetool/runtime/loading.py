@@ -242,9 +242,10 @@ def run_experts_of_any_width(model: "PreTrainedModel") -> None:
 def refuse_loaded(checkpoint: Checkpoint, model: "PreTrainedModel", told: Mapping[str, Any]) -> None:
     """Raise an error for missing, surplus or misshapen tensors, of which transformers only warns when it loads a
     model."""
-    unexpected = set(told["unexpected_keys"])
+    unexpected, state = set(told["unexpected_keys"]), model.state_dict()
+    missing = sorted(name for name in told["missing_keys"] if name not in state or state[name].numel())
     wrong = {
-        "missing from the files": sorted(told["missing_keys"]),
+        "missing from the files": missing,
         "in the files, but not in the model that config.json describes": surplus(
             list(unexpected - beside_modules(unexpected, model)), checkpoint.settings
         ),
@@ -264,7 +265,7 @@ def refuse_loaded(checkpoint: Checkpoint, model: "PreTrainedModel", told: Mappin
         _refuse_experts(checkpoint)
         raise InvalidInputError(
             f"{checkpoint.source} is not a whole {checkpoint.config.get('model_type')} model: {'; '.join(problems)}. "
-            f"Results would be wrong; refusing. {what_to_do(sorted(told['missing_keys']), checkpoint.tensors)}"
+            f"Results would be wrong; refusing. {what_to_do(missing, checkpoint.tensors)}"
         )
 
 

@@ -16,14 +16,12 @@ from moetool.calibration.data import check_data, data_files, parse_data
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
-from moetool.checkpoint.header import check_dtype
 from moetool.checkpoint.reader import Checkpoint
 from moetool.checkpoint.settings import described_in
 from moetool.costs.calibration_cost import baseline
 from moetool.errors import InvalidInputError, UsageError, VerificationError
 from moetool.format.entry import check_unquantized, custom_entry
 from moetool.format.kinds import custom_module
-from moetool.format.marker import moetool_entry
 from moetool.job.blueprint import open_for_planning
 from moetool.job.job import DenseSource, Input, Job
 from moetool.job.options import RunOptions
@@ -55,10 +53,6 @@ class AnySource:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "AnySource":
         check_unquantized(checkpoint.config)
-        if moetool_entry(checkpoint.config) is None:
-            for name, info in checkpoint.tensors.items():
-                if name.endswith(".weight"):
-                    check_dtype(f"The numbers of {name}", info.dtype)
         if is_encoder(checkpoint.config):
             kind = checkpoint.config["model_type"]
             raise InvalidInputError(f"{checkpoint.source} is an encoder ({kind}); tune trains causal language models.")

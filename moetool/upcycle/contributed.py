@@ -54,10 +54,9 @@ class Contributed:
         self._check_settings()
 
     def matrix(self, layer: int, role: Role) -> Tensor:
-        """The matrix `[out, in]` of the new expert, in the dtype of the others, scaled as theirs were."""
+        """The matrix `[out, in]` of the new expert, in the dtype that it is stored in, scaled as theirs were."""
         matrix = self.dense.matrix(layer, role)
-        scaled = matrix * self._scale if role == "down" and self._scale != 1.0 else matrix
-        return scaled.to(self._source.experts.dtype)
+        return matrix * self._scale if role == "down" and self._scale != 1.0 else matrix
 
     @property
     def _place(self) -> str:

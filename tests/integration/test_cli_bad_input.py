@@ -246,6 +246,22 @@ def test_a_tensor_outside_the_experts(refused, run_cli, tiny_mixtral, calibratio
     assert name in message, "found before anything is computed"
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", [EXPERT, "model.layers.2.self_attn.o_proj.weight", "model.embed_tokens.weight"])
+def test_codes_that_nothing_names(refused, tiny_mixtral, calibration, tmp_path, name, dtype):
+    """As where somebody took `quantization_config` out of config.json: not the first expert alone is looked at."""
+    source = copy_of(tiny_mixtral, tmp_path / "bad")
+    change_tensors(source, lambda tensors: tensors.update({name: tensors[name].to(getattr(torch, dtype))}))
+    for command in (
+        ("compress", source, "--method", "hybrid", tmp_path / "out", "--ratio", 0.3, *calibration),
+        ("export", source, tmp_path / "out", "--format", "gguf"),
+        ("eval", source, "--data", calibration[1]),
+        ("generate", source, "text"),
+    ):
+        told = refused(3, *command)
+        assert f"{name} is stored as {dtype}, and config.json names no quantization" in told
+
+
 @pytest.mark.parametrize("name", [EXPERT, "model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_no_numbers(run_cli, tiny_mixtral, calibration, tmp_path, name, value):

@@ -1,11 +1,13 @@
 """`export --format compressed-tensors`: names, bytes and entry of the format, and the numbers of the experts."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from around_families import AROUND
 from checkpoints import (
     WEIGHTS,
     CrashDriver,
@@ -23,9 +25,11 @@ from families import FAMILIES, add_prediction_layer, build
 from safetensors.torch import load_file
 from sampling import MOE_STRUCTURES, sampled
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moetool.costs.layer_memory import LayerMemory
 from moetool.job.job import Source
+from moetool.quiet import quiet
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 FUSED = {"granitemoe", "granitemoeshared"}
@@ -251,6 +255,27 @@ def test_what_vllm_may_refuse_is_said(run_cli: Any, make_mixtral: Any, save_mode
     assert "4 or 8 bits (here 3)" in export(run_cli, source, tmp_path / "few", *options).stderr
     planned = export(run_cli, source, tmp_path / "none", *options, "--dry-run", "--json")
     assert planned.json["vllm_kernels_want"] == "4 or 8 bits (here 3)"
+
+
+def test_experts_of_an_eye_stay_and_are_told_of(run_cli: Any, save_model: Any, tokens: Tensor, tmp_path: Path) -> None:
+    """transformers looks for codes of these, too: the model that sees cannot be loaded, the language model can."""
+    source, out = save_model(build("dots3_note", **AROUND["dots3_note"]), tmp_path / "model"), tmp_path / "out"
+    plan = export(run_cli, source, tmp_path / "none", "--bits", 8, "--group-size", 8, "--dry-run", "--json")
+    result = export(run_cli, source, out, "--bits", 8, "--group-size", 8)
+    assert result.code == 0, result.stderr
+    for told in (plan.json["note"], result.stderr):
+        assert "(vision_encoder.blocks.1.mlp.experts.0.fc1.weight) stay as they are" in told
+        assert "AutoModelForImageTextToText fails" in told
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return
+    with quiet(), torch.inference_mode():
+        assert relative_error(load_alone(out)(tokens).logits, load_alone(source)(tokens).logits) < 0.03
+        with pytest.raises(RuntimeError, match="issues during automatic conversion"):
+            AutoModelForImageTextToText.from_pretrained(out)
+
+
+def load_alone(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def test_an_export_is_an_input(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:

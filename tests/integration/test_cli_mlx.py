@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import WEIGHTS, CrashDriver, config_of, logits, relative_error, weight_bytes
+from checkpoints import WEIGHTS, CrashDriver, change_tensors, config_of, logits, relative_error, weight_bytes
 from derived_families import DERIVED
 from families import FAMILIES, build
 from mlx_exports import decoded, export, put_back
@@ -64,11 +64,22 @@ np.save(Path(sys.argv[1]) / "logits.npy", np.array(logits.astype(mx.float32)))
 """
 
 
-def wide(family: str) -> Any:
+def wide(family: str, **more: Any) -> Any:
     """A model whose matrices are cut into whole groups of 32 inputs."""
     own = {**FAMILIES.get(family, DERIVED.get(family, {})), **HUB.get(family, {})}
     widths = {key: 32 * -(-own[key] // 32) for key in own if key.endswith(("intermediate_size", "ffn_hidden_size"))}
-    return build(family, **{**own, **widths, "hidden_size": 64})
+    return build(family, **{**own, **widths, "hidden_size": 64, **more})
+
+
+def in_mlx(path: Path, tokens: Tensor) -> Tensor:
+    """Logits of a result, in a process of its own: MLX's libraries bring another OpenMP."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        pytest.skip("mlx-lm is not installed: pip install mlx-lm 'mlx[cpu]'")
+    np.save(path.parent / "tokens.npy", tokens.numpy())
+    command = [sys.executable, "-c", RUN, path, path.parent / "tokens.npy"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return torch.from_numpy(np.load(path / "logits.npy"))
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +204,7 @@ def test_other_families_are_refused(run_cli: Any, save_model: Any, tmp_path: Pat
     ("family", "more", "says"),
     [
         ("lfm2_moe", {"tie_word_embeddings": False}, "has one of its own"),
+        ("qwen2_moe", {"tie_word_embeddings": True}, "mlx-lm wants a head for 'qwen2_moe'"),
         ("qwen3_next", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "every 1th alone"),
     ],
 )
@@ -224,11 +236,8 @@ def test_an_export_is_verified_and_read_again(run_cli: Any, model: Path, tmp_pat
 def test_mlx_lm_computes_what_transformers_does(
     run_cli: Any, save_model: Any, calibration: Any, tmp_path: Path, family: str
 ) -> None:
-    if importlib.util.find_spec("mlx_lm") is None:
-        pytest.skip("mlx-lm is not installed: pip install mlx-lm 'mlx[cpu]'")
     source = save_model(wide(family), tmp_path / "model")
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 280, (1, 40)))
-    np.save(tmp_path / "tokens.npy", tokens.numpy())
     expected = logits(source, tokens).float().log_softmax(-1)
     bits = ("--bits", 8, "--other-bits")
     for name, options, most in (
@@ -239,8 +248,29 @@ def test_mlx_lm_computes_what_transformers_does(
         out = tmp_path / name
         result = export(run_cli, source, out, *options)
         assert result.code == 0, result.stderr
-        # In a process of its own: its libraries bring another OpenMP.
-        ran = subprocess.run([sys.executable, "-c", RUN, out, tmp_path / "tokens.npy"], capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-        found = torch.from_numpy(np.load(out / "logits.npy")).log_softmax(-1)[..., : expected.shape[-1]]
+        found = in_mlx(out, tokens).log_softmax(-1)[..., : expected.shape[-1]]
         assert (found - expected).norm() < most * (expected - expected.mean(-1, keepdim=True)).norm()
+
+
+@pytest.mark.parametrize("family", sampled(["granitemoe", "mixtral", "qwen3_next"], ["mixtral"]))
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_head_beside_embeddings_that_are_said_to_be_it(
+    run_cli: Any, save_model: Any, tmp_path: Path, family: str, is_other: bool
+) -> None:
+    """mlx-lm leaves out such a head, or stumbles over it, where transformers takes it."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        embeddings = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embeddings.roll(1, 0) if is_other else embeddings.clone()
+
+    source = change_tensors(save_model(wide(family, tie_word_embeddings=True), tmp_path / "model"), add)
+    result = export(run_cli, source, tmp_path / "out", "--bits", 8)
+    assert result.code == 0, result.stderr
+    assert config_of(source)["tie_word_embeddings"] is True
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+    own = load_file(source / WEIGHTS)["lm_head.weight"]
+    assert relative_error(decoded(tmp_path / "out", "lm_head"), own) < 0.01
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 280, (1, 40)))
+    expected = logits(source, tokens).log_softmax(-1)
+    found = in_mlx(tmp_path / "out", tokens).log_softmax(-1)
+    assert (found - expected).norm() < 0.25 * (expected - expected.mean(-1, keepdim=True)).norm()

@@ -153,7 +153,7 @@ def test_what_cannot_be_trained(run_cli: Any, moe: Path, data: Path, tmp_path: P
     """Codes without scales, and a model that gives NaN before it has learnt anything."""
     name = "model.layers.0.self_attn.q_proj.weight"
     for value, code, said in (
-        (torch.zeros(32, 32, dtype=torch.int8), 3, f"The numbers of {name} are stored as torch.int8"),
+        (torch.zeros(32, 32, dtype=torch.int8), 3, f"{name} is stored as int8"),
         (torch.full((32, 32), torch.nan), 5, "at step 0, before anything has changed: weights are damaged"),
     ):
         broken = shutil.copytree(moe, tmp_path / f"broken-{code}")

@@ -1,5 +1,6 @@
 """Export of experts in few bits to compressed-tensors' `pack-quantized`, which vLLM and transformers run."""
 
+import re
 from collections.abc import Mapping
 from itertools import product
 from typing import ClassVar
@@ -26,6 +27,8 @@ from moetool.format.compressed_tensors import (
 )
 from moetool.job.options import RunOptions
 from moetool.numerics.words import pack_words
+
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class ExportCompressedTensorsOptions(CodedExpertsOptions):
@@ -102,6 +105,18 @@ class ExportCompressedTensors(CodedExperts[ExportCompressedTensorsOptions]):
         if width % least:
             found.append(f"experts whose width on a card {least} divides (here {width})")
         return {"vllm_kernels_want": "; ".join(found)} if found else {}
+
+    def remarks(self) -> list[str]:
+        layers = self.source.architecture.layer.format(layer="")
+        plain = [spec.name for spec in self.matrices if _OF_EXPERT.search(spec.name)]
+        if not (outside := [name for name in plain if not name.startswith(layers)]):
+            return super().remarks()
+        return [
+            *super().remarks(),
+            f"Experts outside of the language model ({outside[0]}) stay as they are, and transformers takes all "
+            "experts for packed: AutoModelForCausalLM loads the language model alone, and "
+            "AutoModelForImageTextToText fails. What moetool compress makes is loaded by both.",
+        ]
 
     def entries(self) -> Mapping[str, object]:
         reader, options, others = self.source.experts, self.options, [spec.name for spec in self.matrices]

@@ -32,6 +32,7 @@ from moetool.export.coded_experts import CodedExperts
 from moetool.export.mlx.model import MlxModel
 from moetool.export.mlx.options import ExportMlxOptions, MatrixBits, MlxDetails
 from moetool.export.packing import PackedBeside, Packing, part_name
+from moetool.format.beside import weight_of
 from moetool.format.blocks import AffineCodes
 from moetool.format.mlx import (
     AFFINE_GROUPS,
@@ -46,6 +47,7 @@ from moetool.format.mlx import (
     packed_tensors,
     said_by_mlx,
     stacked_biases,
+    told_of_head,
     told_outright,
     written_name,
 )
@@ -142,11 +144,18 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
                 f"'{self._kind}' is not among the families whose exports were compared in mlx-lm: "
                 f"{', '.join(sorted(EXPERTS_IN))}. Take {self.instead}."
             )
-        told_outright(self.source.checkpoint.settings)
+        self._told()
         self.check_groups(AFFINE_GROUPS)
 
     def other_groups(self, common: int) -> list[int]:
         return []
+
+    def _told(self) -> dict[str, object]:
+        """What `config.json` says in words of mlx-lm's. Raises `InvalidInputError` where it has none."""
+        checkpoint, head = self.source.checkpoint, weight_of(self.source.architecture.embeddings[1])
+        tied = checkpoint.settings.get("tie_word_embeddings")
+        has_head = not tied if checkpoint.is_imagined else head in checkpoint.tensors
+        return told_outright(checkpoint.settings) | told_of_head(self._kind, has_head=has_head)
 
     @property
     def _kind(self) -> str:
@@ -285,7 +294,7 @@ class ExportMlx(CodedExperts[ExportMlxOptions]):
         most = Counter(bits for name, bits in self._bits.items() if model.by_name[name].is_experts).most_common(1)
         named = {self._module(name): bits for name, bits in self._bits.items()}
         entry = packed_entry(most[0][0], self.options.group_size, named)
-        return {**told_outright(self.source.checkpoint.settings), "quantization": entry, "quantization_config": entry}
+        return {**self._told(), "quantization": entry, "quantization_config": entry}
 
     def _module(self, name: str) -> str:
         """mlx-lm's module of a matrix, by the name of its codes."""

@@ -48,7 +48,8 @@ def _converted(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def multiply_by_kernels(model: nn.Module) -> None:
-    """Have the linear layers of a model, in place, multiply as `TokenLinear` does. Not those of other classes."""
+    """Have the linear layers of a model, in place, multiply as `TokenLinear` does. Not those of other classes, nor
+    those without inputs, which a shared expert of no width has."""
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module.in_features:
             module.__class__ = TokenLinear

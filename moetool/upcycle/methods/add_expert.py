@@ -31,7 +31,7 @@ from moetool.job.stage import Stage, found_here, refuse_lost
 from moetool.job.writing import with_the_rest, write_checkpoint
 from moetool.numerics.seeding import linear_std
 from moetool.numerics.work import Work
-from moetool.reduce.plan import CountedPlan, check_countable, counted_config
+from moetool.reduce.plan import CountedPlan, check_countable, counted_config, whole_dtype
 from moetool.upcycle.contributed import Contributed
 from moetool.upcycle.contributed_row import DomainInputs, added_row
 from moetool.upcycle.results import AddedResult
@@ -247,9 +247,11 @@ class AddExpert(Stage[AddExpertOptions]):
     def _layer_tensors(self, layer: int, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a layer's experts and router with one more, by full name on disk."""
         reader, new, dense = self.source.experts, self._count, self.contributed.dense
+        dtypes = {role: whole_dtype(reader, layer, role) for role in reader.shape.roles}
 
         def matrix(role: Role, expert: int) -> Tensor:
-            return self.contributed.matrix(layer, role) if expert == new else reader.dense(layer, expert, role)
+            own = self.contributed.matrix(layer, role) if expert == new else reader.dense(layer, expert, role)
+            return own.to(dtypes[role])
 
         def bias(role: Role, expert: int) -> Tensor:
             return dense.bias(layer, role) if expert == new else reader.bias(layer, expert, role)

@@ -1,3 +1,4 @@
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -5,7 +6,8 @@ from typing import Any
 import families
 import pytest
 import torch
-from reduced import config, kept, loaded, logits, never_chosen, weights
+from checkpoints import change_tensors, copy_of
+from reduced import config, kept, loaded, logits, made_of, never_chosen, weights
 from sampling import sampled
 
 from moetool.calibration.streaming import StreamedModel
@@ -124,3 +126,27 @@ def test_layers_that_predict_further_tokens_are_left_out(model_of: Any, reduce: 
     assert any(f".layers.{last}." in name for name in before)
     assert not any(f".layers.{last}." in name for name in after)
     assert config(output)["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("method", ["reap", "m-smoe"])
+def test_experts_of_two_dtypes(run_cli: Any, tiny_mixtral: Path, tiny_text: Path, tmp_path: Path, method: str) -> None:
+    """Some matrices in bf16, some in fp32: those that are left have the numbers that they had."""
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if re.search(r"experts\.([023]\.w1|\d\.w2)\.", name):
+                tensors[name] = tensors[name].bfloat16()
+
+    source = change_tensors(copy_of(tiny_mixtral, tmp_path / "source"), narrow)
+    options = ("--method", method, "--experts", 2, "--calibration", tiny_text, "--samples", 4, "--mix", 0)
+    made = run_cli("compress", source, tmp_path / "out", *options, "--sequence-length", 32)
+    assert made.code == 0, made.stderr
+    before, after = weights(source), weights(tmp_path / "out")
+    for layer, experts in made_of(tmp_path / "out").items():
+        prefix = f"model.layers.{layer}.block_sparse_moe.experts"
+        for role, dtype in (("w1", torch.float32), ("w2", torch.bfloat16), ("w3", torch.float32)):
+            assert {after[f"{prefix}.{place}.{role}.weight"].dtype for place in range(2)} == {dtype}
+            for place, members in enumerate(experts):
+                if len(members) == 1:
+                    own = before[f"{prefix}.{members[0]}.{role}.weight"]
+                    assert after[f"{prefix}.{place}.{role}.weight"].equal(own.to(dtype))

@@ -100,3 +100,14 @@ def test_of_compressed_models_alone(tiny_mixtral: Path, make_compressed: Any, tm
         before, after = map(AutoModelForCausalLM.from_pretrained, paths)
     assert type(before.lm_head) is nn.Linear
     assert type(after.lm_head) is TokenLinear
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@torch.no_grad()
+def test_layers_without_inputs_are_torchs() -> None:
+    """As a shared expert of no width has: what they give is the bias alone."""
+    made = nn.Sequential(nn.Linear(0, 8, dtype=torch.bfloat16))
+    nn.init.ones_(made[0].bias)
+    multiply_by_kernels(made)
+    for tokens in (1, 9):
+        assert made(torch.zeros(tokens, 0, dtype=torch.bfloat16)).eq(1).all()
