@@ -6,7 +6,7 @@ import signal
 import sys
 
 from moetool.cli.streams import secure_streams
-from moetool.errors import InterruptedRunError
+from moetool.errors import InterruptedRunError, explained
 
 
 def main() -> None:
@@ -23,4 +23,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(InterruptedRunError.exit_code))
     from moetool.cli.app import app
 
-    sys.exit(app())
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # help, too, can be too much for a disk
+    except OSError as error:
+        if (problem := explained(error)) is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(problem.exit_code)

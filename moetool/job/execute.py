@@ -113,7 +113,7 @@ class _Run:
         meter = Meter(self.progress, directory)
         check_job(stage, directory)
         made_by = identity(stage)
-        inputs = Inputs(stage.inputs(), said_same=self.same_input)
+        inputs = Inputs(stage.inputs(), stage.files(), said_same=self.same_input)
         if self._goes_on and is_finished(directory):
             check_finished(directory, made_by, opened.checkpoint)
             inputs.check(inputs_read(directory))

@@ -148,9 +148,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         text = getattr(self.options, "calibration", None)
         return [text] if text else []
 
+    def files(self) -> list[Path]:
+        """Files and folders beside checkpoints whose content decides the result: texts on this machine."""
+        return found_here(spec.source for text in self.texts() for spec in parse_data(text))
+
     def reads(self) -> list[Path]:
         """Files and directories that the job reads beside its input, and that an output must not overwrite."""
-        return found_here(spec.source for text in self.texts() for spec in parse_data(text))
+        return self.files()
 
     def in_bfloat16(self) -> RunOptions | None:
         """Options of the same job with bfloat16 where these leave the choice; `None` where they leave none."""

@@ -105,7 +105,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         width = whole_number(config, "hidden_size") or 0
         again = options.gradient_checkpointing or (learning.changed > 0 and self._runs_again)
         kept = 2 * layers + 60 if again else 40 * layers
-        texts = [file for path in self.reads() for file in data_files(path)]
+        texts = [file for path in self.files() for file in data_files(path)]
         examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
         steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
