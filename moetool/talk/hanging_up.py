@@ -20,7 +20,7 @@ def gone() -> threading.Event:
 
 
 class HangUps:
-    """Middleware that hears of hang-ups while a request is handled: the handler itself listens only while it streams."""
+    """Middleware that hears of hang-ups while a request is handled. The handlers listen only while they stream."""
 
     def __init__(self, app: "ASGIApp") -> None:
         self._app = app
