@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -237,7 +237,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.masks import all_closed
         from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import mask_rates, train
-        from moetool.tune.writing import write_changed, write_trained
+        from moetool.tune.writing import round_as_written, write_changed, write_trained
 
         examples, held_out = self._examples(job)
         model, changed = self._open(job)
@@ -250,7 +250,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         if self._teacher is not None:
             share = self.options.teacher_share or TEACHER_SHARE
             teacher = Teacher.of(self._teacher, share, job.device)
-        told, weights = train(job, model, self.options, examples.items, held, teacher)
+        settle = partial(round_as_written, model, changed, self.source.checkpoint, self.source.dtype)
+        told, weights = train(job, model, self.options, examples.items, held, teacher, settle)
         if not job.ranks.is_first:
             return Details()
         if told.mask_sparsity is not None and all_closed(model):
