@@ -267,9 +267,10 @@ def test_what_is_finished_was_made_of_the_texts_as_they_were(run_cli, tiny_mixtr
     before = contents(output)
     for changed in (text, folder / "second.txt"):
         changed.write_bytes(tiny_text.read_bytes() + b"One more line.\n")
-        refused = run_cli(*command, "--resume")
-        assert refused.code == 2
-        assert f"{folder} has changed since this run began" in refused.stderr
+        for more in ((), ("--dry-run",)):
+            refused = run_cli(*command, "--resume", *more)
+            assert refused.code == 2
+            assert f"{folder} has changed since this run began" in refused.stderr
         text.write_bytes(tiny_text.read_bytes())
     (folder / "second.txt").unlink()
     told = run_cli(*command, "--resume", "--json").json
