@@ -9,6 +9,14 @@ from moetool.cli.streams import secure_streams
 from moetool.errors import InterruptedRunError, explained
 
 
+class _Stopped(SystemExit):
+    """SIGTERM, where no job is at work that would finish the unit in hand."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped(InterruptedRunError.exit_code)
+
+
 def main() -> None:
     """Entry point of the `moetool` script: sets the environment that libraries read when they load, and runs the
     command."""
@@ -20,14 +28,17 @@ def main() -> None:
     # What it says of kernels that it could do with is for those who use them.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Imports take seconds; a job that is asked to stop before it began is as resumable as any.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(InterruptedRunError.exit_code))
-    from moetool.cli.app import app
-
+    signal.signal(signal.SIGTERM, _stop)
     try:
+        from moetool.cli.app import app
+
         try:
             app()
         finally:
             sys.stdout.flush()  # help, too, can be too much for a disk
+    except _Stopped:
+        print("interrupted", file=sys.stderr)
+        raise
     except OSError as error:
         if (problem := explained(error)) is None:
             raise
