@@ -122,19 +122,25 @@ def taking_turns(counts: Sequence[int]) -> list[int]:
     return [position for *_, position in sorted(places)]
 
 
+def text_bytes(spec: DataSpec) -> int | None:
+    """Bytes of a source as it lies on this machine, or of the bundled text; `None` of the hub and of what the model
+    writes."""
+    if spec.is_bundled:
+        return sum(len(text.encode()) for kind in kinds(spec.config) for text in texts(kind))
+    if spec.is_self or not (path := local_path(spec.source)).exists():
+        return None
+    return sum(file.stat().st_size for file in data_files(path))
+
+
 def most_windows(data: str, length: int, mix: float) -> int | None:
     """The most windows of `length` tokens that a calibration set can have, by the bytes of its texts: a token takes one
-    at least. `None` where these are not known: of the hub, of packed files (parquet), and of what the model writes."""
+    at least. `None` where these are not known: as `text_bytes`, and of packed files (parquet)."""
     specs, found = parse_data(data), 0
     is_mixed = MixedSources.of(specs, 1, mix).is_mixed
     for spec in [*specs, *([DataSpec(BUNDLED)] if is_mixed else [])]:
-        if spec.is_bundled:
-            found += sum(len(text.encode()) for kind in kinds(spec.config) for text in texts(kind)) // length
-        elif spec.is_self or not (path := local_path(spec.source)).exists():
+        if (nbytes := text_bytes(spec)) is None:
             return None
-        else:
-            files = data_files(path)
-            if any(file.suffix == ".parquet" for file in files):
-                return None
-            found += sum(file.stat().st_size for file in files) // length
+        if not spec.is_bundled and any(file.suffix == ".parquet" for file in data_files(local_path(spec.source))):
+            return None
+        found += nbytes // length
     return found

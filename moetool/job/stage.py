@@ -67,7 +67,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
                 options = options.model_copy(update={"include": self.include_by_default(source, options)})
         self.source = including(source, options)
         self.options = fit_context(options, source.checkpoint.settings)
-        self.options = with_text(self.options, needed=self.needs_text)
+        self.options = with_text(self.options, needed=self.needs_text, compresses=self.method_of == "compress")
 
     def include_by_default(self, source: Source, options: StageOptionsT) -> tuple[str, ...]:
         """Kinds of matrices to quantize beside the experts where `--include` is left to the stage."""

@@ -12,7 +12,8 @@ import torch
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.comparable import check_comparable
-from moetool.calibration.data import check_data, data_files
+from moetool.calibration.data import check_data, parse_data
+from moetool.calibration.mixing import text_bytes
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
@@ -105,8 +106,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         width = whole_number(config, "hidden_size") or 0
         again = options.gradient_checkpointing or (learning.changed > 0 and self._runs_again)
         kept = 2 * layers + 60 if again else 40 * layers
-        texts = [file for path in self.files() for file in data_files(path)]
-        examples = 2 * sum(file.stat().st_size for file in texts)  # 8 bytes per token, of some 4 bytes of text
+        sources = [spec for text in self.texts() for spec in parse_data(text)]
+        examples = 2 * sum(text_bytes(spec) or 0 for spec in sources)  # 8 bytes per token, of some 4 bytes of text
         per_step = tokens * options.accumulation
         steps = options.steps or math.ceil(options.epochs * examples / 8 / per_step)
         taught = 0 if self._teacher is None else loading_memory(self._teacher, torch.float32).needed + 2 * logits

@@ -116,6 +116,7 @@ def train(
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer.restore(last, steps)
             job.interrupt.check()
+            trainer.check_end(rows[0])
         if not trainer.is_sharded and (options.quantize_base != "none" or options.lora_rank is not None):
             merge_lora(model, job.source.checkpoint)
             trainer.forget_evaluation()
