@@ -204,8 +204,8 @@ class MoETrainer(Trainer):
         self.model_wrapped.train()
         if not torch.isfinite(total[0]):
             raise VerificationError(
-                f"The loss is {total[0].item()} after the last step: --learning-rate is far too large. Start again with "
-                "--overwrite."
+                f"The loss is {total[0].item()} after the last step: --learning-rate is far too large. Start again "
+                "with --overwrite."
             )
 
     def forget_evaluation(self) -> None:
