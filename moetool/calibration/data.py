@@ -233,9 +233,13 @@ def data_files(path: Path) -> list[Path]:
     """List a file, or the text and record files of a folder, sorted and without hidden ones.
 
     Raises:
-        InvalidInputError: a folder cannot be read.
+        InvalidInputError: a folder cannot be read, or it is a pipe or a device.
     """
-    return [file for file in _files(path) if file.suffix in TEXT_SUFFIXES] if path.is_dir() else [path]
+    if path.is_dir():
+        return [file for file in _files(path) if file.suffix in TEXT_SUFFIXES]
+    if not path.is_file():  # such as <(command): its beginning is looked at before it is read
+        raise InvalidInputError(f"{path} is no file but a pipe or a device, read only once: save it as a .txt file.")
+    return [path]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -247,8 +251,7 @@ def _files(folder: Path) -> list[Path]:
     found: list[Path] = []
     for directory, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files = (Path(directory, name) for name in names if not name.startswith("."))
-        found += filter(Path.is_file, files)
+        found += filter(Path.is_file, (Path(directory, name) for name in names if not name.startswith(".")))
     return sorted(found)
 
 

@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from moetool.calibration.bundled import kinds
-from moetool.calibration.data import OWN_TEXT, DataSpec
+from moetool.calibration.bundled import kinds, texts
+from moetool.calibration.data import BUNDLED, OWN_TEXT, DataSpec, data_files, parse_data
+from moetool.checkpoint.source import local_path
 
 ONE_KIND = (
     "All windows are of one kind of text: small models compressed on one kind alone lost 4 to 400 times as much on "
@@ -119,3 +120,27 @@ def taking_turns(counts: Sequence[int]) -> list[int]:
         for place in range(count)
     ]
     return [position for *_, position in sorted(places)]
+
+
+def text_bytes(spec: DataSpec) -> int | None:
+    """Bytes of a source as it lies on this machine, or of the bundled text; `None` of the hub and of what the model
+    writes."""
+    if spec.is_bundled:
+        return sum(len(text.encode()) for kind in kinds(spec.config) for text in texts(kind))
+    if spec.is_self or not (path := local_path(spec.source)).exists():
+        return None
+    return sum(file.stat().st_size for file in data_files(path))
+
+
+def most_windows(data: str, length: int, mix: float) -> int | None:
+    """The most windows of `length` tokens that a calibration set can have, by the bytes of its texts: a token takes one
+    at least. `None` where these are not known: as `text_bytes`, and of packed files (parquet)."""
+    specs, found = parse_data(data), 0
+    is_mixed = MixedSources.of(specs, 1, mix).is_mixed
+    for spec in [*specs, *([DataSpec(BUNDLED)] if is_mixed else [])]:
+        if (nbytes := text_bytes(spec)) is None:
+            return None
+        if not spec.is_bundled and any(file.suffix == ".parquet" for file in data_files(local_path(spec.source))):
+            return None
+        found += nbytes // length
+    return found

@@ -6,7 +6,15 @@ import signal
 import sys
 
 from moetool.cli.streams import secure_streams
-from moetool.errors import InterruptedRunError
+from moetool.errors import InterruptedRunError, explained
+
+
+class _Stopped(SystemExit):
+    """SIGTERM, where no job is at work that would finish the unit in hand."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped(InterruptedRunError.exit_code)
 
 
 def main() -> None:
@@ -20,7 +28,19 @@ def main() -> None:
     # What it says of kernels that it could do with is for those who use them.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Imports take seconds; a job that is asked to stop before it began is as resumable as any.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(InterruptedRunError.exit_code))
-    from moetool.cli.app import app
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        from moetool.cli.app import app
 
-    sys.exit(app())
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # help, too, can be too much for a disk
+    except _Stopped:
+        print("interrupted", file=sys.stderr)
+        raise
+    except OSError as error:
+        if (problem := explained(error)) is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(problem.exit_code)

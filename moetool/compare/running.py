@@ -257,6 +257,7 @@ class _Comparing:
             resume=True,
             progress=self._progress,
             measured=measured,
+            goes_on=True,
         )
         if result.status == "finished" and self._journal.is_done(key):
             return self._journal.units[key].told

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -161,8 +162,24 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:20]
 
 
+_AT_WORK: list[threading.Thread] = []  # threads that wait for a compiler
+
+
+def is_compiling() -> bool:
+    """Whether the main thread, in which handlers of signals run, waits for a compiler: an exception ends that."""
+    return threading.main_thread() in _AT_WORK
+
+
 def _run(command: list[str]) -> str:
     """What a command prints. One that takes too long is ended, and so is what it has started."""
+    _AT_WORK.append(threading.current_thread())
+    try:
+        return _ended_with_its_own(command)
+    finally:
+        _AT_WORK.remove(threading.current_thread())
+
+
+def _ended_with_its_own(command: list[str]) -> str:
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -52,6 +52,7 @@ def run_stage(
     measured: Path | None = None,
     same_input: bool = False,
     named: str | None = None,
+    goes_on: bool = False,
 ) -> Result:
     """Run one stage from `source` to `output` and say what came of it.
 
@@ -66,6 +67,7 @@ def run_stage(
         measured: where `measure_stages` or another job has measured for this one.
         same_input: whether the user vouches for input files that were written again since the job began.
         named: what the result's record calls an input that will be gone; else `source`.
+        goes_on: whether the caller has more to do, so that a stop that was asked for in the last unit is not lost.
 
     Raises:
         MoetoolError: anything a user can do something about.
@@ -74,7 +76,7 @@ def run_stage(
         raise UsageError(f"{kind.name} runs in one process; this is one of {processes()}. Start it without a launcher.")
     return_freed_memory()
     keep_few_programs()
-    run = _Run(kind, source, output, options, resume, overwrite, progress, measured, same_input, named)
+    run = _Run(kind, source, output, options, resume, overwrite, progress, measured, same_input, named, goes_on)
     with joined(has_trainer=kind.has_trainer) as ranks, quiet():
         return run.lead(ranks) if ranks.is_first else run.follow(ranks)
 
@@ -97,6 +99,7 @@ class _Run:
     measured: Path | None
     same_input: bool
     named: str | None
+    goes_on: bool
     began: float = field(default_factory=time.monotonic)
 
     def lead(self, ranks: Ranks) -> Result:
@@ -113,7 +116,7 @@ class _Run:
         meter = Meter(self.progress, directory)
         check_job(stage, directory)
         made_by = identity(stage)
-        inputs = Inputs(stage.inputs(), said_same=self.same_input)
+        inputs = Inputs(stage.inputs(), stage.files(), said_same=self.same_input)
         if self._goes_on and is_finished(directory):
             check_finished(directory, made_by, opened.checkpoint)
             inputs.check(inputs_read(directory))
@@ -152,6 +155,8 @@ class _Run:
             finally:
                 workspace.abandon()
             raise
+        if self.goes_on:
+            interrupt.check()
         spent = meter.this_run
         return replace(
             result,
@@ -259,6 +264,7 @@ def measure_stages(stages: Sequence[AnyStage], directory: Path, identity: str, p
                 job = Job(first.source, workspace, first.options, first.recipe(), progress, interrupt)
                 first.measure(job, stages[1:])
                 workspace.done(_MEASURED)
+                interrupt.check()
     finally:
         workspace.abandon()
     return None if is_resumed else time.monotonic() - began

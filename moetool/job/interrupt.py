@@ -1,5 +1,5 @@
-"""Orderly interruption: after SIGTERM a job finishes the unit in hand and exits in a state that `--resume`
-continues."""
+"""Orderly interruption: after SIGTERM a job finishes the unit in hand and exits in a state that `--resume` continues.
+While kernels compile, which takes longer than most units, it exits at once."""
 
 import signal
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from moetool.compiled.compiler import is_compiling
 from moetool.errors import InterruptedRunError
 
 
@@ -28,11 +29,17 @@ class Interrupt:
 
 @contextmanager
 def listening() -> Iterator[Interrupt]:
-    """Context manager in which SIGTERM sets the flag of the returned `Interrupt` instead of ending the process."""
+    """Context manager in which SIGTERM sets the flag of the returned `Interrupt` instead of ending the process.
+
+    Raises:
+        InterruptedRunError: it came while the process waited for a compiler, which is ended.
+    """
     interrupt = Interrupt()
 
     def request(signum: int, frame: FrameType | None) -> None:
         interrupt.requested = True
+        if is_compiling():
+            raise InterruptedRunError("Stopped as asked, while kernels were compiled. Go on with --resume.")
 
     previous = signal.signal(signal.SIGTERM, request)
     try:

@@ -252,15 +252,15 @@ class RunOptions(Options):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def with_text(options: OptionsT, *, needed: bool) -> OptionsT:
+def with_text(options: OptionsT, *, needed: bool, compresses: bool = False) -> OptionsT:
     """Settle the text that a stage calibrates on: the bundled one where a text is `needed` and none is named, and none
-    for `--calibration none`. Raises `UsageError` for that where one is needed."""
+    for `--calibration none`. Raises `UsageError` for that where one is needed; whoever `compresses` can do without."""
     named = getattr(options, "calibration", None)
     if named == NO_TEXT and not is_here(NO_TEXT):
         if needed:
             raise UsageError(
-                f"--calibration {NO_TEXT}: this needs a text. Leave the option out, and the bundled text is used; "
-                "without any text `compress` has --method quantize --bits 4 and --method ders-quantize."
+                f"--calibration {NO_TEXT}: this needs a text. Leave the option out, and the bundled text is used"
+                + ("; without any text there is --method quantize --bits 4 or ders-quantize." if compresses else ".")
             )
         return options.model_copy(update={"calibration": None})
     return options.model_copy(update={"calibration": BUNDLED}) if needed and named is None else options

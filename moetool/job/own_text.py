@@ -5,6 +5,7 @@ resumed job goes on with them, and all its processes read them there.
 """
 
 import math
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import is_encoder
 from moetool.calibration.data import SELF, DataSpec, parse_data
+from moetool.calibration.mixing import most_windows
 from moetool.calibration.opening import opening_of
 from moetool.calibration.own_text import sampled_windows, windows_at_once
 from moetool.calibration.windows import OwnText, load_tokenizer
@@ -37,14 +39,21 @@ SAMPLE = "Sample"
 
 
 def planned(stage: AnyStage) -> Plan:
-    """The plan of a stage, and what its model's own text takes if the calibration text has some.
+    """The plan of a stage on as many windows as its texts can have, and what its model's own text takes if the
+    calibration text has some.
 
     Raises:
         UsageError: the model is an encoder.
         MoetoolError: as `stage.plan`.
     """
-    plan, options, source = stage.plan(), stage.options, stage.source
-    if not isinstance(options, TextOptions) or not _weight(options):
+    options, source = stage.options, stage.source
+    if not isinstance(options, TextOptions) or options.calibration is None:
+        return stage.plan()
+    most = most_windows(options.calibration, options.sequence_length, options.mix)
+    if most is not None and 0 < most < options.samples:
+        return _with_fewer_windows(stage, most)
+    plan = stage.plan()
+    if not _weight(options):
         return plan
     checkpoint = source.checkpoint
     if is_encoder(checkpoint.config):
@@ -61,6 +70,16 @@ def planned(stage: AnyStage) -> Plan:
         phases=(Phase(SAMPLE, work), *plan.phases) if plan.phases else (),
         details={**plan.details, "own_text_memory_bytes": memory},
     )
+
+
+def _with_fewer_windows(stage: AnyStage, most: int) -> Plan:
+    """The plan of a stage on `most` windows, which says so. The job itself shares out what was asked for."""
+    smaller = copy(stage)
+    smaller.options = stage.options.model_copy(update={"samples": most})
+    plan = smaller.plan()
+    said = f"The texts have {most:,} windows at most, by their bytes: disk, memory and time are for these."
+    notes = [str(note) for note in (plan.details.get("note"), said) if note is not None]
+    return replace(plan, details={**plan.details, "note": " ".join(notes)})
 
 
 def own_text(job: Job[Any], options: TextOptions) -> OwnText:

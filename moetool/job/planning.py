@@ -10,14 +10,16 @@ from moetool.job.blueprint import open_for_planning
 from moetool.job.checks import check_job, identity, output_directory
 from moetool.job.conditions import Conditions
 from moetool.job.including import included_in_words
+from moetool.job.inputs import Inputs
 from moetool.job.job import Input, Source
+from moetool.job.metering import inputs_read
 from moetool.job.options import RunOptions
 from moetool.job.own_text import planned
 from moetool.job.plan import Plan
 from moetool.job.records import check_records
 from moetool.job.result import Json
 from moetool.job.stage import AnyStage
-from moetool.job.workspace import check_place, noted_conditions
+from moetool.job.workspace import check_place, is_finished, noted_conditions, noted_inputs
 from moetool.job.writing import original_bytes, original_size
 
 
@@ -52,6 +54,9 @@ def dry_run(
     if not stage.source.checkpoint.is_imagined:  # else the job is for where the weights are, and maybe the text
         check_job(stage, directory)
     check_place(directory, lambda: identity(stage), stage.source.checkpoint, resume=resume, overwrite=overwrite)
+    if resume:
+        noted = inputs_read(directory) if is_finished(directory) else noted_inputs(directory)
+        Inputs(files=stage.files()).check(noted)
     quicker = stage.in_bfloat16()
     return plan, None if quicker is None else planned(kind(stage.source, quicker))
 

@@ -67,7 +67,7 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
                 options = options.model_copy(update={"include": self.include_by_default(source, options)})
         self.source = including(source, options)
         self.options = fit_context(options, source.checkpoint.settings)
-        self.options = with_text(self.options, needed=self.needs_text)
+        self.options = with_text(self.options, needed=self.needs_text, compresses=self.method_of == "compress")
 
     def include_by_default(self, source: Source, options: StageOptionsT) -> tuple[str, ...]:
         """Kinds of matrices to quantize beside the experts where `--include` is left to the stage."""
@@ -148,9 +148,13 @@ class Stage(ABC, Generic[StageOptionsT, SourceT]):
         text = getattr(self.options, "calibration", None)
         return [text] if text else []
 
+    def files(self) -> list[Path]:
+        """Files and folders beside checkpoints whose content decides the result: texts on this machine."""
+        return found_here(spec.source for text in self.texts() for spec in parse_data(text))
+
     def reads(self) -> list[Path]:
         """Files and directories that the job reads beside its input, and that an output must not overwrite."""
-        return found_here(spec.source for text in self.texts() for spec in parse_data(text))
+        return self.files()
 
     def in_bfloat16(self) -> RunOptions | None:
         """Options of the same job with bfloat16 where these leave the choice; `None` where they leave none."""

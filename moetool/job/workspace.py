@@ -233,6 +233,11 @@ def noted_conditions(output: Path) -> Mapping[str, object]:
     return Journal(output / WORK_DIRECTORY / _JOURNAL, "").conditions
 
 
+def noted_inputs(output: Path) -> object:
+    """The inputs that an unfinished run noted last; `None` if there is none that has done anything."""
+    return Journal(output / WORK_DIRECTORY / _JOURNAL, "").noted
+
+
 def is_finished(output: Path) -> bool:
     """Whether a directory holds what a run has finished, though it may have died while it was tidying up."""
     work = output / WORK_DIRECTORY

@@ -107,6 +107,7 @@ class Repaired:
             overwrite=overwrite and between.exists(),
             progress=progress,
             same_input=same_input,
+            goes_on=True,
         )
         repaired = run_stage(
             Repair,

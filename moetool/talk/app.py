@@ -30,6 +30,7 @@ from moetool.job.options import context_length
 from moetool.job.progress import Progress
 from moetool.measure.generation import only_numbers, open_to_generate
 from moetool.measure.loading import load_to_generate
+from moetool.talk.hanging_up import HangUps, HungUp, gone
 from moetool.talk.options import ServeOptions
 from moetool.talk.requests import (
     EMPTY_PROMPT,
@@ -100,6 +101,7 @@ def build_app(name: str, options: ServeOptions, progress: Progress) -> FastAPI:
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) not in _LEFT_OUT]
     for kind in (MoetoolError, TemplateError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _refuse)
+    app.add_middleware(HangUps)
     return app
 
 
@@ -125,7 +127,7 @@ def _checking(handler: Any, asked: type[AskedFor]) -> Any:
             config.stop_strings = words
         if bias := body.get("logit_bias"):
             config.sequence_bias = {(int(token),): float(added) for token, added in bias.items()}
-        config.moetool_seed = body.get("seed")
+        config.moetool_seed, config.moetool_gone = body.get("seed"), gone()
         config.do_sample = is_drawn(body) or config.do_sample  # else transformers passes over the temperature
         return config
 
@@ -142,14 +144,18 @@ async def _ended(events: Any, signs: Sequence[str]) -> AsyncGenerator[Any, None]
 
 
 def _prepare_generation(model: Any, context: int | None) -> None:
-    """Let `generate` refuse prompts that there are no positions for, end at stop words and where positions do, and seed
-    what it draws when it begins: other requests may be answered between a request's arrival and its turn."""
+    """Let `generate` refuse prompts that there are no positions for, end at stop words, where positions do and when the
+    program hangs up, and seed what it draws when it begins: other requests may be answered between a request's arrival
+    and its turn."""
     generate = model.generate
     tokens = model.get_input_embeddings().num_embeddings
 
     @functools.wraps(generate)
     def checked(*, input_ids: torch.Tensor, generation_config: Any, tokenizer: Any, **given: Any) -> Any:
-        prompt = input_ids.shape[1]
+        prompt, is_gone = input_ids.shape[1], generation_config.moetool_gone
+        del generation_config.moetool_gone  # which cannot be copied
+        if is_gone.is_set():
+            raise UsageError("Nobody waits for this answer any more.")
         if prompt == 0:
             raise UsageError(EMPTY_PROMPT)
         if context is not None:
@@ -167,7 +173,7 @@ def _prepare_generation(model: Any, context: int | None) -> None:
             input_ids=input_ids,
             generation_config=generation_config,
             logits_processor=[only_numbers],
-            stopping_criteria=[StopWords(tokenizer, signs, prompt)] if signs else [],
+            stopping_criteria=[HungUp(is_gone), *([StopWords(tokenizer, signs, prompt)] if signs else [])],
             **given,
         )
 

@@ -51,12 +51,18 @@ class AnswerFormat(BaseModel):
     type: Literal["text"]
 
 
-class AskedFor(BaseModel):
-    """What requests of all routes can ask of generation; other fields are left to transformers."""
+class AskedOnce(BaseModel):
+    """Fields that ask for several answers to one request, of which no server here gives more than one."""
 
-    model_config = ConfigDict(strict=True)  # a number in quotes would go on to transformers as it is
+    model_config = ConfigDict(strict=True)  # a number in quotes would go on to the server as it is
 
     n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+
+
+class AskedFor(AskedOnce):
+    """What requests of all routes can ask of generation; other fields are left to transformers."""
+
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -64,7 +70,6 @@ class AskedFor(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     stop: str | list[str] | None = None
-    best_of: Literal[1] | None = None
     presence_penalty: Literal[0] | None = None
     response_format: AnswerFormat | None = None
     suffix: Literal[""] | None = None  # transformers' server would only write it behind the answer
@@ -112,7 +117,7 @@ class AskedResponse(AskedFor):
 
 
 def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
-    """Check a body.
+    """Check a body for transformers' server.
 
     Raises:
         UsageError: it lacks a field, has one of another type or out of range, or asks for what is not returned.
@@ -122,6 +127,11 @@ def check_request(kind: type[AskedFor], body: Mapping[str, object]) -> None:
     for field in _UNANSWERED:
         if body.get(field) is not None and body[field] is not False:
             raise UsageError(f"{field}: this server does not return it. Leave the field out.")
+    check_fields(kind, body)
+
+
+def check_fields(kind: type[AskedOnce], body: Mapping[str, object]) -> None:
+    """Check the fields of a body that `kind` has. Raises `UsageError` for the first of another type or out of range."""
     try:
         kind.model_validate(body)
     except ValidationError as error:

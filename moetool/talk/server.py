@@ -11,7 +11,7 @@ from moetool.errors import UsageError
 from moetool.job.progress import SILENT, Progress
 from moetool.talk.gguf import ALL_LAYERS, CHAT_TEMPLATE, loading
 from moetool.talk.options import ServeOptions
-from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE, error_body, no_object
+from moetool.talk.requests import EMPTY_PROMPT, NO_TEMPLATE, AskedOnce, check_fields, error_body, no_object
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -127,8 +127,8 @@ def _gguf_app(model: str, file: Path, options: ServeOptions) -> "FastAPI":
 
 
 class _Asked:
-    """Refuses bodies that llama-cpp-python fails at: any that is no JSON object, and empty prompts if texts begin with
-    no token."""
+    """Refuses bodies that llama-cpp-python fails at: any that is no JSON object, empty prompts if texts begin with no
+    token, and those that ask for several answers, of which it would give one."""
 
     def __init__(self, app: "ASGIApp", may_be_empty: bool) -> None:
         self._app, self._may_be_empty = app, may_be_empty
@@ -145,6 +145,10 @@ class _Asked:
             return await _refused(no_object(f"{error}"))(scope, receive, send)
         if not isinstance(asked, dict):
             return await _refused(no_object(f"it begins with {json.dumps(asked)[:20]}"))(scope, receive, send)
+        try:
+            check_fields(AskedOnce, asked)
+        except UsageError as error:
+            return await _refused(str(error))(scope, receive, send)
         if scope["path"] == "/v1/completions" and not self._may_be_empty and _is_empty(asked):
             return await _refused(EMPTY_PROMPT)(scope, receive, send)
         read: list[Message] = [{"type": "http.request", "body": body}]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moetool.calibration.blocks import OUTSIDE
-from moetool.training.masters import WeightChange
+from moetool.training.masters import LowRankUpdate, WeightChange
 from moetool.training.weights import ModelWeights, put, tensor_of
 
 
@@ -90,6 +90,17 @@ class ChangedModel:
         """What has been trained of a layer, or of what is outside of all, by its names in memory, on the processor."""
         with self.opened(layer) if self._names[layer] else nullcontext():
             return {name: tensor_of(self.model, name).detach().cpu() for name in self._names[layer]}
+
+    @torch.no_grad()
+    def round_to(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Have the model compute with what is trained as these dtypes hold it, by names in memory."""
+        changes = {name: change for own in self._changes.values() for name, change in own.items()}
+        for name, dtype in dtypes.items():
+            if isinstance(change := changes.get(name), LowRankUpdate):
+                change.stored = dtype
+            elif change is None:
+                own = tensor_of(self.model, name)
+                own.copy_(own.to(dtype))
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by the names of files, and as these hold them."""

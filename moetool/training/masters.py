@@ -122,13 +122,16 @@ class LowRankUpdate(WeightChange):
 
     A weight `[…, rows, columns]` has `[…, rank, columns]`, random, and `[…, rank, rows]`, zero at first, in one
     tensor. Both are trained.
+
+    Attributes:
+        stored: the dtype to whose numbers the sum is rounded; `None` if it is not.
     """
 
     def __init__(self, right: Tensor, rows: int, scale: float, stored: torch.dtype | None = None) -> None:
         """Of a matrix, or several in one tensor, of so many rows; the product counts `scale` times. The model computes
         with the sum as it is `stored`, if that is told."""
         super().__init__(torch.cat([right, right.new_zeros(*right.shape[:-1], rows)], -1))
-        self._columns, self._scale, self._stored = right.shape[-1], scale, stored
+        self._columns, self._scale, self.stored = right.shape[-1], scale, stored
 
     @classmethod
     def of(cls, weight: Tensor, rank: int, stored: torch.dtype, stream: torch.Generator) -> Self:
@@ -145,7 +148,7 @@ class LowRankUpdate(WeightChange):
         with torch.autocast(weight.device.type, enabled=False):
             made = torch.baddbmm(*(each.reshape(-1, *each.shape[-2:]) for each in (weight, left, right)))
         made = made.view_as(weight)
-        return made if self._stored is None else _Stored.apply(made, self._stored)
+        return made if self.stored is None else _Stored.apply(made, self.stored)
 
 
 class _Stored(torch.autograd.Function):

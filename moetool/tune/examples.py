@@ -115,7 +115,7 @@ def check_first(data: str, tokenizer: "PreTrainedTokenizerBase", length: int, bo
 def _examples(
     spec: DataSpec, tokenizer: "PreTrainedTokenizerBase", length: int, talks: Conversations, opening: Sequence[int]
 ) -> Iterator[Example]:
-    if spec.source.endswith(".txt") or spec.column is not None:
+    if spec.is_bundled or spec.source.endswith(".txt") or spec.column is not None:
         yield from _windows(token_stream(tokenizer, iter_text(spec)), length, opening)
         return
     for number, record in enumerate(records(spec), start=1):

@@ -13,7 +13,8 @@ class Training(Inlined):
     Attributes:
         steps: of the optimizer.
         training_seconds: of this run, which may have gone on with another.
-        eval_loss: on held-out examples at the end, in nats; `eval_perplexity` is its exponential.
+        eval_loss: on held-out examples at the end, in nats, of the model as it is saved (sharded weights: before they
+            are rounded as they are stored); `eval_perplexity` is its exponential.
         eval_loss_before: before the first step.
         mask_sparsity: share of SIMoE's masks that has closed.
         multiplier: λ of their constraint at the end.

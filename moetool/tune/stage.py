@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,7 +12,8 @@ import torch
 from moetool.architectures.base import whole_number
 from moetool.architectures.dense import check_predicts, is_encoder
 from moetool.calibration.comparable import check_comparable
-from moetool.calibration.data import check_data, data_files, parse_data
+from moetool.calibration.data import check_data, parse_data
+from moetool.calibration.mixing import text_bytes
 from moetool.calibration.opening import opening_text
 from moetool.calibration.windows import check_tokens, load_tokenizer
 from moetool.checkpoint.files import patch_config
@@ -240,7 +241,7 @@ class Tune(Stage[TuneOptions, AnySource]):
         from moetool.tune.masks import all_closed
         from moetool.tune.teacher import Teacher
         from moetool.tune.tuning import mask_rates, train
-        from moetool.tune.writing import write_changed, write_trained
+        from moetool.tune.writing import round_as_written, write_changed, write_trained
 
         examples, held_out = self._examples(job)
         model, changed = self._open(job)
@@ -253,7 +254,8 @@ class Tune(Stage[TuneOptions, AnySource]):
         if self._teacher is not None:
             share = self.options.teacher_share or TEACHER_SHARE
             teacher = Teacher.of(self._teacher, share, job.device)
-        told, weights = train(job, model, self.options, examples.items, held, teacher)
+        settle = partial(round_as_written, model, changed, self.source.checkpoint, self.source.dtype)
+        told, weights = train(job, model, self.options, examples.items, held, teacher, settle)
         if not job.ranks.is_first:
             return Details()
         if told.mask_sparsity is not None and all_closed(model):
@@ -380,9 +382,8 @@ class Tune(Stage[TuneOptions, AnySource]):
 
 
 def _text_bytes(data: str | None) -> int:
-    """Bytes of the files of DATA that are on this machine; 0 for data sets of the hub and for no DATA."""
-    files = found_here(spec.source for spec in parse_data(data)) if data else []
-    return sum(file.stat().st_size for path in files for file in data_files(path))
+    """Bytes of DATA that are on this machine; 0 of the hub's and for no DATA."""
+    return sum(text_bytes(spec) or 0 for spec in parse_data(data)) if data else 0
 
 
 def _check_begun(noted: Mapping[str, object], examples: "Examples") -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from moetool.runtime.modules.routers import Routers
 from moetool.runtime.modules.simoe_mixing import Interpolation
 from moetool.tune.balance import balance_of, z_of
 from moetool.tune.bias_balance import BiasBalance, choice_biases
-from moetool.tune.examples import IGNORED
+from moetool.tune.examples import IGNORED, Example, collate
 from moetool.tune.masks import MaskConstraint
 from moetool.tune.rates import set_rate_of_scales
 from moetool.tune.teacher import Teacher
@@ -181,17 +181,32 @@ class MoETrainer(Trainer):
         model.eval()
         total = torch.zeros(2, dtype=torch.float64)
         for batch in self.get_eval_dataloader(eval_dataset):
-            given, labels, _real = self._split(self._prepare_inputs(batch))
-            logits = model(**given, use_cache=False).logits[:, :-1].float()
-            losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
-            rows = torch.stack([losses.double().sum(1), (labels[:, 1:] != IGNORED).double().sum(1)], dim=1)
             # What fills up the last batch of some process does not count.
-            total += self.accelerator.gather_for_metrics(rows).sum(0).cpu()
+            total += self.accelerator.gather_for_metrics(self._losses(batch)).sum(0).cpu()
         model.train()
         found = {"eval_loss": (total[0] / total[1]).item()}
         self._evaluated = self.state.global_step, dict(found)
         self.log(found)
         return found
+
+    def _losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum of the next-token losses of each row of a batch, and number of its answer tokens: `[rows, 2]`."""
+        given, labels, _real = self._split(self._prepare_inputs(batch))
+        logits = self.model_wrapped(**given, use_cache=False).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
+        return torch.stack([losses.double().sum(1), (labels[:, 1:] != IGNORED).double().sum(1)], dim=1)
+
+    @torch.no_grad()
+    def check_end(self, row: Sequence[Example]) -> None:
+        """Raise `VerificationError` if the loss of a row is not a number after the last step, which nobody has seen."""
+        self.model_wrapped.eval()
+        total = self.accelerator.reduce(self._losses(collate([row])).sum(0), "sum")
+        self.model_wrapped.train()
+        if not torch.isfinite(total[0]):
+            raise VerificationError(
+                f"The loss is {total[0].item()} after the last step: --learning-rate is far too large. Start again "
+                "with --overwrite."
+            )
 
     def forget_evaluation(self) -> None:
         """Evaluate anew when asked again at the same step: the model has got other weights since."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,11 @@ def train(
     examples: Sequence[Example],
     held_out: Sequence[Example] | None,
     teacher: Teacher | None = None,
+    settle: Callable[[], bool] = lambda: False,
 ) -> tuple[Training, dict[str, Tensor] | None]:
     """Train what requires gradients, or go on where an interrupted run stopped. Factors are then merged and quantized
-    layers exact again, if this process has the whole model, so that what is evaluated in the end is what is written.
+    layers exact again, and `settle` rounds weights as they are stored and tells whether it has, if this process has the
+    whole model: so what is evaluated in the end is what is written.
 
     Returns:
         What is worth telling, and the weights by their names in memory where the model that was given has them in parts
@@ -115,11 +117,14 @@ def train(
             elif last is not None:  # stopped after the last step; the Trainer would go one further
                 trainer.restore(last, steps)
             job.interrupt.check()
+            trainer.check_end(rows[0])
         if not trainer.is_sharded and (options.quantize_base != "none" or options.lora_rank is not None):
             merge_lora(model, job.source.checkpoint)
             trainer.forget_evaluation()
         found = Training(steps=steps, training_seconds=round(time.monotonic() - began, 2))
         if held_out:
+            if not trainer.is_sharded and settle():
+                trainer.forget_evaluation()
             with phase(job.progress, EVALUATION):
                 loss = trainer.evaluate()["eval_loss"]
             perplexity = round(math.exp(min(loss, 700)), 4)

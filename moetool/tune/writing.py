@@ -1,6 +1,6 @@
 """Writing a model that was trained in memory, in which it stays while one layer after the other is written."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,43 @@ class HeldTensors:
         for layer in sorted({self._layer_of[name] for name in names if name in self._layer_of}):
             found |= self._as_stored(self._layers[layer])
         return found
+
+
+def round_as_written(
+    model: "PreTrainedModel", changed: "ChangedModel | None", source: Checkpoint, dtype: torch.dtype
+) -> bool:
+    """Round what is trained to the numbers that `write_trained`, or `write_changed`, will write, so that its loss is
+    that of the files. Returns whether anything is stored in a coarser dtype than the model has in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if changed is None:
+        held = model.state_dict()
+        dtypes = _coarser(held, lambda own: revert_weight_conversion(model, own), source, dtype)
+        for name, stored in dtypes.items():
+            held[name].copy_(held[name].to(stored))
+        return bool(dtypes)
+    found = dict[str, torch.dtype]()
+    for layer in changed.layers:
+        found |= _coarser(changed.shapes(layer), changed.on_disk, source, dtype)
+    changed.round_to(found)
+    return bool(found)
+
+
+def _coarser(
+    held: Mapping[str, Tensor],
+    as_stored: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+    source: Checkpoint,
+    dtype: torch.dtype,
+) -> dict[str, torch.dtype]:
+    """Dtypes in the files of those tensors in memory that these hold in fewer bits; what the source lacks has `dtype`
+    there."""
+    found = dict[str, torch.dtype]()
+    for name, tensor in held.items():
+        stored = as_stored({name: tensor.to("meta")})
+        kinds = {source.tensors[own].dtype if own in source.tensors else dtype for own in stored}
+        if tensor.is_floating_point() and len(kinds) == 1 and (kind := kinds.pop()).itemsize < 4:
+            found[name] = kind
+    return found
 
 
 def write_trained(

@@ -581,3 +581,11 @@ def test_load_tokenizer(tmp_path: Path, bpe: PreTrainedTokenizerBase) -> None:
     told = str(refused.value)
     assert "one of: (1) a `tokenizers` library serialization file" in told  # the reason's later lines, too
     assert told.endswith(f"A tokenizer.json in {older} would do: copy that of the original model there.")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """A text is looked at before it is read: a pipe would give its beginning only once, or nothing for ever."""
+    pipe = tmp_path / "text.txt"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidInputError, match="no file but a pipe"):
+        check_data(str(pipe))

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from moetool.calibration import readable
 from moetool.calibration.bundled import kinds
 from moetool.calibration.data import parse_data
-from moetool.calibration.mixing import MixedSources, TextCounts, taking_turns
+from moetool.calibration.mixing import MixedSources, TextCounts, most_windows, taking_turns
 from moetool.calibration.windows import DrawnWindows, drawn_windows
 from moetool.errors import InvalidInputError
 
@@ -176,3 +176,18 @@ def test_fewer_windows_than_kinds() -> None:
     few = MixedSources.of(parse_data("a.txt"), 6, 0.5).counts
     assert str(few) == "6 windows: 3 of a.txt, 3 of the bundled text in 3 kinds"
     assert [*few.by_kind] == ["a.txt", *kinds()[:3]]
+
+
+def test_the_most_windows_that_texts_can_have(own: Path, tmp_path: Path) -> None:
+    """Unknown of what is packed or not there; the bundled text counts where it stands beside."""
+    size = own.stat().st_size
+    assert most_windows(str(own), 32, 0.0) == size // 32
+    (tmp_path / "other.jsonl").write_text('{"text": "one"}\n' * 100)
+    assert most_windows(f"{tmp_path}@3,{own}", 32, 0.0) == (size + 1600) // 32 + size // 32
+    beside = most_windows("bundled", 32, 0.5)
+    assert beside is not None
+    assert most_windows(str(own), 32, 0.5) == size // 32 + beside
+    assert most_windows("self", 32, 0.0) is None
+    assert most_windows("owner/on-the-hub", 32, 0.0) is None
+    (tmp_path / "other.parquet").touch()
+    assert most_windows(str(tmp_path), 32, 0.0) is None

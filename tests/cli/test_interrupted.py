@@ -1,9 +1,11 @@
 """What is said to somebody who stops a command: how it goes on, where it does."""
 
+import signal
 from pathlib import Path
 
 import pytest
 import typer
+from conftest import RunCli
 
 from moetool import demo
 from moetool.cli.commands.demo import run
@@ -40,3 +42,10 @@ def test_a_demo_starts_over(stopped: BaseException, tmp_path: Path, monkeypatch:
         run(tmp_path / "demo", 1, 0, Display())
     assert "starts over" in str(ended.value)
     assert "--resume" not in str(ended.value)
+
+
+def test_sigterm_is_told(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command that is no job, such as `eval`: it ended without a word."""
+    monkeypatch.setattr("moetool.cli.app._refuse_missing", lambda _: signal.raise_signal(signal.SIGTERM))
+    result = run_cli("eval", "model", "--data", "text.txt")
+    assert (result.code, result.stdout, result.stderr) == (75, "", "interrupted\n")

@@ -66,8 +66,15 @@ def test_a_result_that_nobody_reads_is_no_error(reader: Callable[[], int]) -> No
 
 
 @full
-def test_a_result_on_a_full_disk_is_an_error() -> None:
-    assert ends_with([*_MOETOOL, "list", "targets"], stdout=full_disk()) == 4
+@pytest.mark.parametrize(
+    "words", [["list", "targets"], ["--help"], ["--version"], ["compress", "--help"]], ids=lambda words: " ".join(words)
+)
+def test_a_result_on_a_full_disk_is_an_error(words: list[str]) -> None:
+    stdout = full_disk()
+    ended = subprocess.run([*_MOETOOL, *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(stdout)
+    assert ended.returncode == 4
+    assert ended.stderr.startswith("error: Nothing more can be written: No space left on device")
 
 
 def test_nothing_that_is_printed_gets_into_a_file(tmp_path: Path) -> None:

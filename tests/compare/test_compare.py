@@ -11,6 +11,7 @@ import pytest
 
 from moetool.calibration.sweep import Sweep
 from moetool.compare import running
+from moetool.job.journal import Journal
 from moetool.job.progress import Progress
 
 FEW = ("--sequence-length", 32, "--windows", 6)
@@ -87,6 +88,29 @@ class Stopping(Progress):
         self.steps += 1
         if self.steps == 3:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("unit", ["measured", "finished"])
+def test_a_stop_that_is_asked_for_in_the_last_unit_of_a_job_is_heard(compare, made, monkeypatch, tmp_path, unit):
+    """The job itself has nothing left to stop. What followed it went on, for hours."""
+    note = Journal.done
+
+    def stopping(journal: Journal, name: str, *arguments: Any, **more: Any) -> None:
+        note(journal, name, *arguments, **more)
+        if name == unit:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = compare("d2moe", "--ratios", "0.3,0.35").json["rows"]
+    shutil.rmtree(tmp_path / "work")
+    made.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "done", stopping)
+        result = compare("d2moe", "--ratios", "0.3,0.35")
+    assert result.code == 75
+    assert "the same command goes on" in result.stderr
+    assert len(made) == (1 if unit == "finished" else 0)
+    rows = compare("d2moe", "--ratios", "0.3,0.35").json["rows"]
+    assert [row["kl"] for row in rows] == [row["kl"] for row in whole]
 
 
 def test_stopped_while_a_model_is_made_it_goes_on_there(compare, made, monkeypatch, tmp_path):

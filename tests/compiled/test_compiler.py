@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from moetool.compiled import compiler
+from moetool.errors import InterruptedRunError
+from moetool.job.interrupt import listening
 from moetool.kernels import products
 from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
@@ -248,6 +251,29 @@ def test_a_compiler_that_does_not(
     assert re.search(says, line)
     with pytest.raises(RuntimeError, match="no kernels"):
         compiler.library()
+
+
+def test_a_job_that_is_asked_to_stop_does_not_wait_for_the_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the compiler, with what that has started, and leaves nothing of it in the cache."""
+    waits = f"sleep 600 & echo $! > {fresh}/started; kill -TERM $PPID; wait"
+    command = script(fresh / "compiler", f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{waits}\n")
+    monkeypatch.setenv("CXX", str(command))
+    with listening() as interrupt, pytest.raises(InterruptedRunError, match="while kernels were compiled"):
+        compiler.problem()
+    assert interrupt.requested
+    assert not compiler.is_compiling()
+    started, until = int((fresh / "started").read_text()), time.monotonic() + 10
+    while not _is_gone(started):
+        assert time.monotonic() < until
+    assert list((fresh / "cache" / "moetool").iterdir()) == []
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process has ended, though nobody may have waited for it yet."""
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def test_no_compiler_and_turned_off(

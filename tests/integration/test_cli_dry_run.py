@@ -324,3 +324,17 @@ def test_a_text_needs_words_and_a_tokenizer(
         result = run_cli(name, source, tmp_path / "out", *options, option, text, "--dry-run")
         assert result.code == 3, result.stdout
         assert said in result.stderr
+
+
+def test_more_windows_than_a_text_can_have_cost_nothing(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 800)
+    job = ("compress", tiny_mixtral, tmp_path / "out", "--method", "d2moe", "--ratio", 0.3, "--calibration", text)
+    shape = ("--sequence-length", 16, "--mix", 0, "--dry-run", "--json")
+    most = text.stat().st_size // 16
+    few, all_there, more = (run_cli(*job, *shape, "--samples", count).json for count in (most // 2, most, 10**9))
+    sizes = ("scratch_bytes", "disk_bytes", "peak_memory_bytes")
+    assert [more[name] for name in sizes] == [all_there[name] for name in sizes]
+    assert more["scratch_bytes"] > few["scratch_bytes"]
+    assert f"The texts have {most} windows at most" in more["note"]
+    assert "at most" not in all_there["note"]

@@ -101,7 +101,7 @@ def test_a_share_beside_what_has_many_kinds(
     assert run_cli(*job, 0).code == 0
 
 
-def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+def test_no_text(run_cli: Any, tiny_mixtral: Path, dense: Any, tmp_path: Path) -> None:
     """`--calibration none` is as if no text was named where none is needed, and refused elsewhere."""
     job = ("compress", tiny_mixtral, tmp_path / "out", "--calibration", "none", "--dry-run", "--json")
     nearest = run_cli(*job, "--method", "quantize", "--bits", 4, "--group-size", 16)
@@ -111,6 +111,10 @@ def test_no_text(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
         refused = run_cli(*job, *needy)
         assert refused.code == 2
         assert "--calibration none: this needs a text. Leave the option out" in refused.stderr
+        assert "--method quantize" in refused.stderr
+    other = run_cli("moefy", dense("llama"), tmp_path / "out", "--keep", 0.5, "--calibration", "none")
+    assert other.code == 2
+    assert other.stderr.endswith("Leave the option out, and the bundled text is used.\n")
 
 
 @pytest.mark.parametrize("share", [1, -0.1, "nan"])

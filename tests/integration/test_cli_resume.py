@@ -255,6 +255,29 @@ def test_resuming_what_is_finished(run_cli, compress, tiny_mixtral_bf16, calibra
     assert contents(made.path) == before
 
 
+def test_what_is_finished_was_made_of_the_texts_as_they_were(run_cli, tiny_mixtral_bf16, tiny_text, tmp_path):
+    """Whoever resumes a finished job with another text in the file of that name would take the result for one of it."""
+    folder, output = tmp_path / "texts", tmp_path / "out"
+    folder.mkdir()
+    text = folder / "first.txt"
+    text.write_bytes(tiny_text.read_bytes())
+    options = ("--ratio", 0.35, "--calibration", folder, "--samples", 2, "--sequence-length", 16, "--mix", 0)
+    command = ("compress", tiny_mixtral_bf16, output, "--method", "d2moe", *options)
+    assert run_cli(*command).code == 0
+    before = contents(output)
+    for changed in (text, folder / "second.txt"):
+        changed.write_bytes(tiny_text.read_bytes() + b"One more line.\n")
+        for more in ((), ("--dry-run",)):
+            refused = run_cli(*command, "--resume", *more)
+            assert refused.code == 2
+            assert f"{folder} has changed since this run began" in refused.stderr
+        text.write_bytes(tiny_text.read_bytes())
+    (folder / "second.txt").unlink()
+    told = run_cli(*command, "--resume", "--json").json
+    assert told["status"] == "finished"
+    assert contents(output) == before
+
+
 def test_nobody_elses_directory_is_resumed(run_cli, tiny_mixtral, decomposed, tmp_path):
     """A weight file of the expected name and size that another program wrote is not taken for ours."""
     output = tmp_path / "out"

@@ -61,6 +61,34 @@ def test_it_learns(tuned: Any, moe: Path, tiny_text: Path, tokens: Tensor) -> No
     assert tensors_of(output).keys() == tensors_of(moe).keys()
 
 
+@pytest.mark.parametrize("more", [(), ("--train", "lora"), ("--train", "lora", "--bf16")], ids=" ".join)
+def test_the_loss_at_the_end_is_that_of_the_model_as_it_is_saved(
+    tuned: Any, tiny_mixtral_bf16: Path, data: Path, more: tuple[str, ...]
+) -> None:
+    """In bf16, whose numbers are some way from those that were learnt."""
+    texts = ("--data", data, "--eval-data", data, "--eval-every", 1)
+    output, told = tuned(tiny_mixtral_bf16, *texts, "--steps", 2, "--learning-rate", 1e-2, *more)
+    _, again = tuned(output, *texts, "--steps", 1, "--learning-rate", 1e-12, *more)  # which moves nothing
+    assert told["eval_loss"] == again["eval_loss"]
+    assert told["curve"][-1]["eval_loss"] == pytest.approx(told["eval_loss"], abs=1e-6)
+
+
+def test_a_last_step_that_goes_astray_is_told_as_such(run_cli: Any, moe: Path, data: Path, tmp_path: Path) -> None:
+    """No loss is taken after it. What the job found then was a result that transformers computes otherwise."""
+    astray = ("--steps", 1, "--warmup", 0, "--batch-size", 2, "--sequence-length", 64, "--learning-rate", 1e30)
+    result = run_cli("tune", moe, tmp_path / "out", "--data", data, *astray)
+    assert result.code == 5
+    assert "after the last step: --learning-rate is far too large" in result.stderr
+
+
+def test_it_learns_the_bundled_text(tuned: Any, run_cli: Any, moe: Path, tmp_path: Path) -> None:
+    """As docs/jobs.md has it of --data; it was looked for on the hub."""
+    _, told = tuned(moe, "--data", "bundled:dialogue", "--steps", 1)
+    assert told["examples"] > 1
+    without_steps = ("tune", moe, tmp_path / "out", "--data", "bundled:dialogue", "--dry-run", "--json")
+    assert run_cli(*without_steps).json["phases"]
+
+
 def test_layers_that_run_again_learn_the_same(tuned: Any, moe: Path, data: Path) -> None:
     once, _ = tuned(moe, "--data", data, "--steps", 2)
     again, _ = tuned(moe, "--data", data, "--steps", 2, "--gradient-checkpointing")
@@ -424,4 +452,4 @@ def test_other_data_under_the_same_name_is_not_the_same_run(crash: Any, moe: Pat
     mine.write_text(data.read_text().replace("a", "b"))
     told = crash(tmp_path / "out", (*arguments, "--resume"))
     assert told["code"] == 2, told["stderr"]
-    assert "data has changed" in told["stderr"]
+    assert f"{mine} has changed since this run began" in told["stderr"]

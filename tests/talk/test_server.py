@@ -1,9 +1,11 @@
 """`moetool serve`: what programs are answered over HTTP."""
 
+import asyncio
 import json
 import re
 import shutil
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -17,9 +19,9 @@ import pytest
 from chat_templates import FAMILIES
 
 from moetool.calibration.windows import load_tokenizer
-from moetool.measure.generation import GenerationOptions, generate
+from moetool.measure.generation import GenerationOptions, generate, only_numbers
 from moetool.talk.options import ServeOptions, gguf_file
-from moetool.talk.server import Server
+from moetool.talk.server import Server, _Asked
 
 for library in ("fastapi", "uvicorn", "openai"):
     pytest.importorskip(library, reason="wants moetool[serve]")
@@ -34,14 +36,28 @@ PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url
 @contextmanager
 def serving(model: Path) -> Iterator[Ask]:
     """`ask(route, **body)`: status and content of the answer of a server for the model; `raw` is a body as it is."""
+    with served(model) as address:
+        yield asking_at(address)
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The address of a server for the model."""
     server = Server(str(model), gguf_file(str(model)), ServeOptions(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
+    try:
+        yield server.address
+    finally:
+        server.stop()
+        thread.join()
 
+
+def asking_at(address: str) -> Ask:
     def ask(route: str, *, raw: str | None = None, sent: str = "application/json", **body: object) -> tuple[int, Any]:
         text = raw or (json.dumps(body) if body else None)
         data = None if text is None else text.encode()
-        request = urllib.request.Request(f"http://{server.address}{route}", data, {"Content-Type": sent})
+        request = urllib.request.Request(f"http://{address}{route}", data, {"Content-Type": sent})
         try:
             with NO_PROXY.open(request) as answer:
                 status, told = answer.status, answer.read().decode()
@@ -49,11 +65,7 @@ def serving(model: Path) -> Iterator[Ask]:
             status, told = error.code, error.read().decode()
         return status, told if told.startswith("data:") else json.loads(told)
 
-    try:
-        yield ask
-    finally:
-        server.stop()
-        thread.join()
+    return ask
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +269,70 @@ def test_a_signal_right_after_it_told_where_it_serves_ends_it_in_order(
     result = run_cli("serve", tiny_mixtral, "--port", 0)
     assert result.code == 0, result.stderr
     assert result.stderr.endswith("until Ctrl-C.\n")
+
+
+def test_nothing_more_is_generated_for_who_has_hung_up(tiny_mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for an answer that is being generated, nor for one that waits for its turn."""
+    from moetool.talk import app
+
+    events, tokens = list[threading.Event](), list[int]()
+    began, may_go_on = threading.Event(), threading.Event()
+    heard_of = app.gone
+
+    def gone() -> threading.Event:
+        events.append(heard_of())
+        return events[-1]
+
+    def counted(ids: Any, scores: Any) -> Any:
+        tokens.append(ids.shape[1])
+        began.set()
+        assert may_go_on.wait(60)
+        return only_numbers(ids, scores)
+
+    monkeypatch.setattr(app, "gone", gone)
+    monkeypatch.setattr(app, "only_numbers", counted)
+    with served(tiny_mixtral) as address:
+        host, _, port = address.rpartition(":")
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 20, "temperature": 0})
+        head = f"Host: {address}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        asked = f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode()
+        with socket.create_connection((host, int(port))) as first, socket.create_connection((host, int(port))) as later:
+            first.sendall(asked)
+            assert began.wait(60)
+            later.sendall(asked)
+            while len(events) < 2:  # until the server has read it
+                asking_at(address)("/health")
+        for event in events:
+            assert event.wait(60)
+        may_go_on.set()
+        status, answer = asking_at(address)("/v1/completions", prompt=PROMPT, max_tokens=3, temperature=0)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+    assert len(tokens) == 1 + 3
+
+
+def test_llama_cpps_server_is_not_asked_for_several_answers() -> None:
+    """It would give one without a word."""
+    passed, told = list[object](), list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(json.loads((await receive())["body"]))
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    def post(**body: object) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+        asyncio.run(_Asked(app, may_be_empty=True)(scope, receive, send))
+
+    post(n=1, best_of=None)
+    assert (passed, told) == ([{"n": 1, "best_of": None}], [])
+    for several in ({"n": 2}, {"best_of": 3}):
+        told.clear()
+        post(**several)
+        start, message = told
+        assert start["status"] == 400
+        assert json.loads(message["body"])["error"]["message"].startswith(f"{next(iter(several))}: ")
+    assert len(passed) == 1

@@ -105,7 +105,7 @@ def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.Dem
 
     def stage(name: str, source: Path, target: Path, **more: object) -> Result:
         options = stages()[name].options_type.model_validate({**text, **more})
-        return run_stage(stages()[name], source, target, options, progress=bars)
+        return run_stage(stages()[name], source, target, options, progress=bars, goes_on=True)
 
     add(dense, "trained from nothing")
     display.log("Upcycling it: 8 experts, 2 per token, no change in what it computes.")

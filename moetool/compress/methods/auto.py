@@ -177,9 +177,9 @@ class Auto(MixingStage[AutoOptions]):
         """Whether the size is to be found that keeps to a limit on perplexity."""
         return self.options.max_increase is not None
 
-    def reads(self) -> list[Path]:
+    def files(self) -> list[Path]:
         own = [] if self.options.plan is None else [local_path(self.options.plan)]
-        return [*super().reads(), *own]
+        return [*super().files(), *own]
 
     def plan(self) -> Plan:
         if self._is_search and processes() > 1:
