@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from moetool.compiled import forms
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_LONGEST = "routed.cpp"  # which takes as long as all others, and is compiled beside them
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _ROOM = 8 << 20  # bytes; the kernels are a tenth of that
-_SECONDS = 300  # that a compiler may take; it takes about 15 of processor time
+_SECONDS = 300  # that a compiler may take; it takes about 30 of processor time, half of it in `_LONGEST`
 # Not `-ffast-math`: older compilers then let the library turn off denormal numbers for the whole process.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 # The first that compiles and loads is taken, of those for the instructions that `MOETOOL_INSTRUCTIONS` names.
@@ -121,7 +122,7 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     made_from = [
         *(source.read_text() for source in (*_SOURCES, *_HEADERS)),
         added := _added_header(),
-        _run([*compiler, "--version"]),
+        *_run([*compiler, "--version"]),
         *(*_FLAGS, *flags, platform.machine(), _processor()),
     ]
     name = f"routed-{_digest('|'.join(made_from).encode())}"
@@ -136,7 +137,10 @@ def load(compiler: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=folder) as made:
         target = Path(made) / f"{name}.so"
         (Path(made) / "added_forms.h").write_text(added)
-        _run([*compiler, *_FLAGS, *flags, "-I", made, *map(str, _SOURCES), "-o", str(target)])
+        shared = (*compiler, *_FLAGS, *flags)
+        parts = ([str(source) for source in _SOURCES if (source.name == _LONGEST) is own] for own in (True, False))
+        _run(*([*shared, "-c", *sources, "-I", made] for sources in parts), folder=made)
+        _run([*shared, *(f"{source.stem}.o" for source in _SOURCES), "-o", target.name], folder=made)
         file = folder / _named(name, target)
         target.replace(file)  # whole or not at all, whoever else compiles now
     return ctypes.CDLL(str(file))
@@ -170,18 +174,21 @@ def is_compiling() -> bool:
     return threading.main_thread() in _AT_WORK
 
 
-def _run(command: list[str]) -> str:
-    """What a command prints. One that takes too long is ended, and so is what it has started."""
+def _run(*commands: Sequence[str], folder: str | None = None) -> list[str]:
+    """What commands print that run at the same time, in a folder. When one takes too long or fails, all are ended, and
+    so is what they have started."""
     _AT_WORK.append(threading.current_thread())
-    try:
-        return _ended_with_its_own(command)
-    finally:
-        _AT_WORK.remove(threading.current_thread())
+    with ExitStack() as started:
+        started.callback(_AT_WORK.remove, threading.current_thread())
+        at_work = [(command, started.enter_context(_started(command, folder))) for command in commands]
+        return [_printed(command, process) for command, process in at_work]
 
 
-def _ended_with_its_own(command: list[str]) -> str:
+@contextmanager
+def _started(command: Sequence[str], folder: str | None) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
         command,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -190,10 +197,15 @@ def _ended_with_its_own(command: list[str]) -> str:
         start_new_session=True,
     ) as process:
         try:
-            output, complaints = process.communicate(timeout=_SECONDS)
+            yield process
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def _printed(command: Sequence[str], process: "subprocess.Popen[str]") -> str:
+    output, complaints = process.communicate(timeout=_SECONDS)
     if process.returncode:
         message = complaints.strip() or f"it ended with {process.returncode}"
         raise subprocess.CalledProcessError(process.returncode, command, output, message)

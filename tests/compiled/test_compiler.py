@@ -23,9 +23,10 @@ from moetool.kernels import products
 from moetool.kernels.table import Table
 from moetool.representations.operand import numbers
 
-# A compiler in shell: says a version, counts its runs, and copies a library that was compiled before.
+# A compiler in shell: says a version, counts its libraries, and copies one that was compiled before.
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo 1; exit; }
+case " $* " in *" -c "*) exit 0 ;; esac
 echo x >> "$RUNS"
 for last; do :; done
 cp "$COMPILED" "$last"
@@ -236,7 +237,7 @@ def test_a_compiler_that_does_not(
         "complains": "[ $1 = --version ] || { echo unknown type name >&2; exit 1; }",
         "is too old": "[ $1 = --version ] || { echo \"unrecognized command line option '-std=c++17'\" >&2; exit 1; }",
         "makes nothing": "exit 0",
-        "makes nonsense": "for last; do :; done; [ $1 = --version ] || echo no > $last",
+        "makes nonsense": "for last; do :; done; [ $1 = --version ] || [ -d $last ] || echo no > $last",
     }
     if command in scripts:
         command = str(script(fresh / "compiler", f"#!/bin/sh\n{scripts[command]}\n"))
