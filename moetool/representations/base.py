@@ -241,6 +241,21 @@ class Representation(ABC):
         with torch.no_grad():
             return weight.dense()
 
+    def encode_factors(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The stored tensors of a product of factors U `[out, rank]` and V `[rank, in]`, each number by itself.
+
+        Raises:
+            ValueError: this form stores no factors.
+        """
+        raise ValueError(f"'{self.spec}' stores no factors")
+
+    def decode_factors(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """The factors U `[out, rank]` and V `[rank, in]` that stored tensors stand for, fp32; `None` of a form that
+        stores none."""
+        return None
+
     def trainable(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], matrix: Tensor | None = None
     ) -> Trainable | None:

@@ -71,13 +71,13 @@ class LowRank(Representation):
         return dict(zip(("u", "v"), cut(matrix, self.rank, dtype, measured), strict=True)) if self.rank else {}
 
     def encode_factors(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The stored tensors of a product of factors U `[out, rank]` and V `[rank, in]`."""
         return {"u": u.to(dtype), "v": v.to(dtype)}
 
     def decode_factors(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """The factors U `[out, rank]` and V `[rank, in]` that stored tensors stand for, fp32."""
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.rank:
+            return None
         return tensors["u"].float(), tensors["v"].float()
 
     def build(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Weight:

@@ -156,14 +156,14 @@ class QuantizedLowRank(Representation):
         return self.u.encode(unit_columns(basis[:, : self.rank]).T.contiguous(), dtype)
 
     def encode_factors(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The stored tensors of a product of factors U `[out, rank]` and V `[rank, in]`, each number by itself."""
         tensors = {"u": self.u.encode(u.T.contiguous(), dtype), "v": self.v.encode(v, dtype)}
         return {f"{factor}.{name}": tensor for factor, part in tensors.items() for name, tensor in part.items()}
 
     def decode_factors(
         self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """The factors U `[out, rank]` and V `[rank, in]` that stored tensors stand for, fp32."""
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.rank:
+            return None
         u, v = (
             form.decode({name: tensors[f"{factor}.{name}"] for name in form.tensors(own)}, own, dtype).float()
             for factor, form, own in (("u", self.u, (self.rank, shape[0])), ("v", self.v, (self.rank, shape[1])))

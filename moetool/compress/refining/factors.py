@@ -16,8 +16,7 @@ from torch import Tensor
 from moetool.architectures import Role
 from moetool.compress.refining.refinement import MovingExperts, RefinableExperts
 from moetool.numerics.precision import fast_products
-from moetool.representations.low_rank import LowRank
-from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations import Representation
 
 MatrixKey = tuple[Role, int]  # a matrix, by its role and expert
 
@@ -49,7 +48,7 @@ class FactoredExperts(RefinableExperts):
     factors: Mapping[MatrixKey, tuple[Tensor, Tensor]]
     whole: Mapping[MatrixKey, Tensor]
     deltas: Mapping[MatrixKey, Tensor]
-    forms: Mapping[MatrixKey, LowRank | QuantizedLowRank]
+    forms: Mapping[MatrixKey, Representation]
     dtype: torch.dtype
 
     def matrices(self, expert: int) -> dict[Role, Tensor]:
@@ -68,7 +67,9 @@ class FactoredExperts(RefinableExperts):
 
         def of_factors(key: MatrixKey, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             form, shape = self.forms[key], (len(u), v.shape[1])
-            return form.decode_factors(form.encode_factors(u.detach(), v.detach(), self.dtype), shape, self.dtype)
+            found = form.decode_factors(form.encode_factors(u.detach(), v.detach(), self.dtype), shape, self.dtype)
+            assert found is not None
+            return found
 
         bases = {
             role: base.detach().to(self.dtype).float() if role in self.masks else base

@@ -31,8 +31,7 @@ from moetool.format.layout import LayerLayout, delta_name
 from moetool.job.job import to_cpu
 from moetool.job.result import significant
 from moetool.numerics.seeding import generator
-from moetool.representations.low_rank import LowRank
-from moetool.representations.quantized_low_rank import QuantizedLowRank
+from moetool.representations import Representation
 
 _OF_EXPERT = 16_384, 4_096  # most tokens that codes of an expert learn from, and that are held out
 _OF_LAYER = 57_344, 8_192  # most tokens that base and factors of a layer learn from, and that are held out
@@ -157,7 +156,7 @@ class LayerRefining:
         factors: dict[MatrixKey, tuple[Tensor, Tensor]] = {}
         whole: dict[MatrixKey, Tensor] = {}
         deltas: dict[MatrixKey, Tensor] = {}
-        stored: dict[MatrixKey, LowRank | QuantizedLowRank] = {}
+        stored: dict[MatrixKey, Representation] = {}
         for role in shape.roles:
             forms = self._layout.weights[role]
             for expert in range(shape.experts):
@@ -166,11 +165,9 @@ class LayerRefining:
                     continue
                 form, matrix = forms[expert], shape.matrix(role)
                 own = {name: encoded[delta_name(expert, role, name)].to(device) for name in form.tensors(matrix)}
-                if isinstance(form, LowRank | QuantizedLowRank):
-                    if form.directions:
-                        factors[role, expert] = form.decode_factors(own, matrix, self._dtype)
-                        stored[role, expert] = form
-                else:
+                if (pair := form.decode_factors(own, matrix, self._dtype)) is not None:
+                    factors[role, expert], stored[role, expert] = pair, form
+                elif own:
                     deltas[role, expert] = form.decode(own, matrix, self._dtype).float()
         masks = {
             role: spread(
