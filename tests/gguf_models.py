@@ -202,6 +202,12 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "exaone_moe-slowed": {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _SLOWED},
     "afmoe": {"num_hidden_layers": 4, "layer_types": [WINDOW] * 3 + [WHOLE], "global_attn_every_n_layers": 4},
+    "afmoe-unshared": {
+        "num_hidden_layers": 4,
+        "layer_types": [WINDOW] * 3 + [WHOLE],
+        "global_attn_every_n_layers": 4,
+        "num_shared_experts": 0,
+    },
     "kimi_linear": {
         "q_lora_rank": None,
         "linear_num_heads": 4,
@@ -363,6 +369,8 @@ GGUF_MODELS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 1.5,
     },
+    "granitemoehybrid-unshared": {"shared_intermediate_size": 0, "position_embedding_type": "rope"},
+    "ernie4_5_moe-unshared": {"moe_num_shared_experts": 0, "moe_layer_end_index": 3},
     "granitemoe_swa": {
         "shared_intermediate_size": 40,
         "layer_types": [WHOLE, WINDOW, WINDOW],

@@ -217,7 +217,8 @@ class GgufConfig(GgufMetadata):
             own = "moe_intermediate_size" if hasattr(self._defaults, "moe_intermediate_size") else "intermediate_size"
             found[own] = int(self.number(family.width_key))
         if family.shared_width is not None:
-            found[family.shared_width] = int(self.number(SHARED_WIDTH))
+            is_missing = family.may_lack_shared and self.entry(SHARED_WIDTH) is None
+            found[family.shared_width] = 0 if is_missing else int(self.number(SHARED_WIDTH))
         if family.leads_dense:
             found |= self._dense_layers()
         if hasattr(self._defaults, "n_group"):

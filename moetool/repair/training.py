@@ -33,7 +33,7 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import is_placeholder
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 from moetool.runtime.modules.quantized_in_model import quantized_modules
-from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.routers import Routers, trained_routers
 from moetool.training.masters import LowRankUpdate
 from moetool.training.weights import ModelWeights
 
@@ -224,7 +224,7 @@ def choose(model: "PreTrainedModel", trains: Trained) -> dict[str, Tensor]:
     Returns:
         The trained parameters and buffers by their names in memory.
     """
-    chosen = _numbers_of(Routers(model).modules)
+    chosen = _numbers_of(trained_routers(model))
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
     model.requires_grad_(False)
     found = dict[str, Tensor]()

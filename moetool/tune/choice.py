@@ -14,7 +14,7 @@ from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import CustomLayer, is_placeholder
 from moetool.runtime.modules.quantized import QuantizedLinear
 from moetool.runtime.modules.quantized_in_model import quantized_modules
-from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.routers import trained_routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.lora import frozen_linears
 from moetool.tune.options import TuneOptions
@@ -36,7 +36,7 @@ def is_efficient(model: nn.Module) -> bool:
 def has_experts(model: nn.Module) -> bool:
     """Whether a model has routers, or experts in one of moetool's own modules."""
     own = (CustomLayer, SharedBaseExperts)
-    return bool(len(Routers(model))) or any(isinstance(module, own) for module in model.modules())
+    return bool(trained_routers(model)) or any(isinstance(module, own) for module in model.modules())
 
 
 def choose_for(model: "PreTrainedModel", options: TuneOptions) -> list[str]:
@@ -141,7 +141,7 @@ def _experts_only(model: nn.Module, *, in_full: bool) -> None:
     """Let routers and experts of the language model require gradients, those that are stored `in_full` or not."""
     if not has_experts(model):
         raise UsageError("--train experts: this model has none. Upcycle it first.")
-    routers = Routers(model).modules
+    routers = trained_routers(model)
     custom = [module for module in model.modules() if isinstance(module, CustomLayer)]
     model.requires_grad_(False)
     for name, module in language_model_in(model)[1].named_modules():

@@ -5,11 +5,11 @@ from torch.optim import Optimizer
 
 from moetool.representations.base import Weight
 from moetool.runtime.modules.pesc import Adapters
-from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.routers import trained_routers
 from moetool.tune.options import LORA_RATE, TUNE_RATE, TuneOptions
 
 
-def peak_rate(model: nn.Module, routers: Routers, options: TuneOptions) -> float:
+def peak_rate(model: nn.Module, options: TuneOptions) -> float:
     """Peak of the learning rate's schedule: what was given, or the default for what is trained of a model.
 
     Low-rank factors and adapters begin with one side at zero, and need larger steps than weights.
@@ -17,7 +17,7 @@ def peak_rate(model: nn.Module, routers: Routers, options: TuneOptions) -> float
     if options.learning_rate is not None:
         return options.learning_rate
     added = [module for name, module in model.named_modules() if isinstance(module, Adapters) or "lora_" in name]
-    small = {id(own) for module in (*added, *routers.modules) for own in module.parameters()}
+    small = {id(own) for module in (*added, *trained_routers(model)) for own in module.parameters()}
     trained = [own for own in model.parameters() if own.requires_grad]
     only_added = bool(added) and all(id(own) in small for own in trained)
     return LORA_RATE if options.train == "lora" or only_added else TUNE_RATE

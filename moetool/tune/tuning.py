@@ -22,7 +22,7 @@ from moetool.runtime.modules.batch_dependence import BATCH_DEPENDENT, depends_on
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.insertion import experts_per_token
 from moetool.runtime.modules.networks import SplitFFN
-from moetool.runtime.modules.routers import Routers
+from moetool.runtime.modules.routers import Routers, trained_routers
 from moetool.runtime.modules.simoe_mixing import interpolation_of
 from moetool.tune.bias_balance import BiasBalance
 from moetool.tune.costs import EVALUATION, TRAIN
@@ -80,7 +80,9 @@ def train(
     if options.gradient_checkpointing and options.train != "lora":  # which does so by itself
         recompute_activations(model)
     constraint, routers, moved = _constraint(model, options, steps), Routers(model), options.balance_bias
-    rate = peak_rate(model, routers, options)
+    rate = peak_rate(model, options)
+    if options.balance_weight and trained_routers(model) - routers.modules:
+        job.progress.log("This family's routers do not tell what they decide: nothing balances the load of experts.")
     job.ranks.barrier(job.interrupt.check)  # who waits for others in the Trainer waits until they come
     with quiet():
         on_cpu = job.device.type == "cpu"

@@ -31,6 +31,9 @@ from moetool.runtime.loading import load_model
 
 gguf = pytest.importorskip("gguf", reason="wants the library gguf: pip install moetool[gguf]")
 
+# Said of shared experts without neurons, which transformers makes where a config has none.
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+
 Made = Callable[[str], Path]
 TURNED = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -69,6 +72,7 @@ READ_STRUCTURES = (
     "llama4_text",
     "lfm2_moe",
     "granitemoehybrid",
+    "granitemoehybrid-unshared",
     "granitemoehybrid-dense",
     "stablelm-parallel",
     "apertus",
@@ -595,6 +599,11 @@ def test_what_llama_quantize_is_told_is_of_tensors_of_the_file(
         ("mpt", {"attn_config": {"alibi": False}}, "(alibi)"),
         ("mpt", {"attn_config": {"softmax_scale": 0.25}}, "softmax_scale"),
         ("internlm3", {"rope_parameters": LONG_ROPE}, "longrope"),
+        ("deepseek_v2", {"n_shared_experts": 0}, "no shared expert"),
+        ("glm4_moe", {"n_shared_experts": 0}, "no shared expert"),
+        ("solar_open", {"n_shared_experts": 0}, "no shared expert"),
+        ("kimi_linear", {"num_shared_experts": 0}, "no shared expert"),
+        ("qwen3_next", {"shared_expert_intermediate_size": 0}, "no shared expert"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -604,6 +613,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     assert result.code == 3
     assert said in result.stderr
     assert not (tmp_path / "out" / "model.gguf").exists()
+
+
+def test_a_shared_expert_without_neurons_is_refused_where_it_is_not_stored_either(
+    run_cli: Any, model: Any, tmp_path: Path
+) -> None:
+    path = model("deepseek_v3", n_shared_experts=0)
+    save_file({name: one for name, one in tensors_of(path).items() if one.numel()}, path / "model.safetensors")
+    result = export(run_cli, path, tmp_path / "out")
+    assert result.code == 3
+    assert "no shared expert" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from derived_families import DERIVED
+from families import build
 from kinds import save_kind
 from transformers import AutoModelForCausalLM
 
 from moetool.errors import UsageError
+from moetool.repair.training import choose as repaired
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.tune.choice import choose, choose_for
 from moetool.tune.options import TuneOptions
@@ -38,3 +41,15 @@ def test_nothing_is_held_quantized_where_no_linear_layer_is_left(tmp_path: Path)
     whole = AutoModelForCausalLM.from_pretrained(path)
     with pytest.raises(UsageError, match="--quantize-base: no linear layer is left that is not trained itself"):
         choose_for(whole, TuneOptions(data="text.txt", quantize_base="nf4", train="all"))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gemma4_text", "deepseek_v4", "zaya"])
+def test_routers_are_trained_with_experts_whatever_they_return(family: str) -> None:
+    model = build(family, **DERIVED[family])
+    choose(model, "experts", freeze_shared=False)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    routers = {name for name, _ in model.named_parameters() if ".router." in name or ".mlp.gate." in name}
+    assert routers
+    assert routers <= trained
+    assert trained - routers == {name for name in trained if ".experts." in name} != set()
+    assert repaired(model, "routers").keys() == routers

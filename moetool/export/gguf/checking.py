@@ -8,7 +8,7 @@ from moetool.errors import InvalidInputError
 from moetool.export.gguf.facts import WHOLE
 from moetool.export.gguf.model import GgufSource
 from moetool.export.gguf.rope import LONG_ROPE, ROPE_SCALINGS, stretch
-from moetool.format.gguf.words import layer_of
+from moetool.format.gguf.words import SHARED_EXPERT, layer_of
 from moetool.format.gguf.yarn import yarn_strengths
 from moetool.runtime.building import check_sizes
 
@@ -35,6 +35,7 @@ def check_source(source: GgufSource) -> None:
         )
     if source.experts is not None:
         _check_layers(source, source.experts)
+        _check_shared(source)
     _check_attention(source)
     _check_states(source)
     _check_rope(source)
@@ -68,6 +69,17 @@ def _check_layers(source: GgufSource, experts: ExpertReader) -> None:
         raise InvalidInputError(
             f"A token's experts are from the best {groups[1]} of {groups[0]} groups; llama.cpp's '{own}' chooses among "
             "groups in another way."
+        )
+
+
+def _check_shared(source: GgufSource) -> None:
+    """Where a shared expert is missing llama.cpp loads no model, or takes its input for its output."""
+    family = source.family
+    has_place = family.has_shared or SHARED_EXPERT["down"] in family.names.values()
+    if has_place and not family.may_lack_shared and not source.shared_intermediate:
+        raise InvalidInputError(
+            f"This model has no shared expert; llama.cpp's '{family.architecture}' adds one to the others in every "
+            "layer with experts. It would be another model."
         )
 
 

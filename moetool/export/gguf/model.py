@@ -96,7 +96,8 @@ class GgufSource(GgufFacts):
         left_out = {self.head_name, *self.idle_names, *self._expert_names} - names.keys()
         left_out |= {*self.constants, *chain(*self.numbers.values(), *self._joined.values())}
         for name, info in self.checkpoint.tensors.items():
-            if name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
+            is_empty = 0 in info.shape  # as transformers saves a shared expert without neurons
+            if is_empty or name in left_out or _COMPUTED.search(name) or self._is_elsewhere(name):
                 continue
             if name in changed:
                 found |= {tensor.name: tensor for tensor in self._changed(name, *changed[name], common)}

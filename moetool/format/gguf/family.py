@@ -100,6 +100,7 @@ class GgufFamily:
         groups_heads: whether there may be fewer heads of keys than of queries.
         groups_experts: whether a token's experts may be taken from some groups of them.
         has_shared: whether it may have a shared expert.
+        may_lack_shared: whether llama.cpp computes it without a shared expert, too.
         shared: names of the shared expert's matrices; those of one name lie below each other, as in the checkpoint.
         biases: attention modules that may have one.
         may_tie: whether transformers ties embeddings where a config says so.
@@ -180,6 +181,7 @@ class GgufFamily:
     groups_heads: bool = True
     groups_experts: bool = False
     has_shared: bool = False
+    may_lack_shared: bool = False
     shared: Mapping[Role, str] = field(default_factory=lambda: SHARED_EXPERT)
     biases: tuple[str, ...] = ()
     may_tie: bool = True

@@ -96,6 +96,7 @@ _GRANITE_HYBRID = GgufFamily(
     is_interleaved=True,
     slows_rope=True,
     has_shared=True,
+    may_lack_shared=True,
     varies_heads=True,
     kinds_by_heads=("mamba", "attention"),
     biases=ALL_BIASES,

@@ -8,12 +8,25 @@ from torch import Tensor, nn
 from moetool.runtime.modules.insertion import Routed
 
 _NAMES = ("topkrouter", "tokenchoicerouter", "moev1gate")  # ends of the names of transformers' classes
+# Of others, which return something else: they can be trained, but neither balanced nor taught what to choose.
+_UNWATCHED = ("llama4router", "gemma4textrouter", "hashrouter", "zayarouter")
 _CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def is_router(module: nn.Module) -> bool:
     """Whether a module is the router of an MoE layer, by the name of its class."""
     return type(module).__name__.lower().endswith(_NAMES)
+
+
+def trained_routers(model: nn.Module) -> set[nn.Module]:
+    """All routers of a model, also those whose choices `Routers` cannot watch."""
+    others = (module for module in model.modules() if type(module).__name__.lower().endswith(_UNWATCHED))
+    return {*_watched_routers(model), *others}
+
+
+def _watched_routers(model: nn.Module) -> set[nn.Module]:
+    own = (module.gate for module in model.modules() if isinstance(module, Routed))
+    return {*own, *filter(is_router, model.modules())}
 
 
 def is_choice_bias(name: str) -> bool:
@@ -31,7 +44,7 @@ def routed(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
 
 
 class Routers:
-    """The routers of a model, and what they said in the last forward pass.
+    """The routers of a model that return their logits first, and what they said in the last forward pass.
 
     Attributes:
         modules: the routers themselves.
@@ -45,8 +58,7 @@ class Routers:
         self.chosen: list[Tensor | None] = []
         self.ran: list[nn.Module] = []
         self._watching = False
-        own = (module.gate for module in model.modules() if isinstance(module, Routed))
-        self.modules = {*own, *filter(is_router, model.modules())}
+        self.modules = _watched_routers(model)
         for module in self.modules:
             module.register_forward_hook(self._note)
 
