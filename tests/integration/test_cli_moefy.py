@@ -674,6 +674,7 @@ OPTIONS: dict[str, tuple[str, list[str]]] = {
     "the default number": ("--selector mlp", ["--experts 64", "48 neurons", "24, 48"]),
     "one expert": ("--experts 1", ["--experts 1", "2"]),
     "less than one": ("--experts 4 --keep 0.1", ["--keep 0.1", "4 experts", "0.25"]),
+    "less than one neuron": ("--keep 0.001", ["--keep 0.001", "48 neurons", "0.02083"]),
     "none": ("--experts 4 --keep 0", ["--keep 0"]),
     "more than all": ("--experts 4 --keep 1.5", ["--keep 1.5"]),
     "too little text": ("--experts 24", ["512 tokens", "24 experts", "1,536"]),
