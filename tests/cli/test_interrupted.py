@@ -1,6 +1,8 @@
 """What is said to somebody who stops a command: how it goes on, where it does."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,24 @@ def test_sigterm_is_told(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("moetool.cli.app._refuse_missing", lambda _: signal.raise_signal(signal.SIGTERM))
     result = run_cli("eval", "model", "--data", "text.txt")
     assert (result.code, result.stdout, result.stderr) == (75, "", "interrupted\n")
+
+
+_STOPPED_LATE = """
+import os, signal, sys
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), term=signal.SIGTERM):
+        kill(pid, term)
+
+late = Late()  # gone when Python closes
+sys.argv = ["moetool", "--version"]
+from moetool.cli import main
+main()
+"""
+
+
+def test_sigterm_after_a_command_has_ended_changes_nothing() -> None:
+    """A job that was done and had said so ended as killed, and a batch job took it for failed."""
+    ended = subprocess.run([sys.executable, "-c", _STOPPED_LATE], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "moetool" in ended.stdout
