@@ -1,5 +1,6 @@
 """The command line. Importing it must stay instant: nothing heavy before a command runs."""
 
+import atexit
 import logging
 import os
 import signal
@@ -29,6 +30,8 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Imports take seconds; a job that is asked to stop before it began is as resumable as any.
     signal.signal(signal.SIGTERM, _stop)
+    # What the command ends with is settled then; Python closes for up to a second, in which SIGTERM would replace it.
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     try:
         from moetool.cli.app import app
 

@@ -81,7 +81,7 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt as error:
             resumable = "resume" in inspect.signature(function).parameters
             hint = ": nothing finished is lost, go on with --resume" if resumable else ""
-            print(f"interrupted{hint}", file=sys.stderr)
+            print(f"interrupted{f': {error}' if error.args else hint}", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from error
         except BrokenPipeError:
             raise typer.Exit(0) from None

@@ -18,7 +18,6 @@ from moetool.cli.names import steps
 from moetool.format.gguf.words import IMATRIX, MODEL, TENSOR_TYPES
 from moetool.job.options import Options
 from moetool.job.result import Result
-from moetool.repair.results import RepairResult
 from moetool.stages import stages
 
 PROMPT = "The first thing to do is"
@@ -60,7 +59,8 @@ def after_stage(command: str, result: Result, options: Options | None = None, *,
         return line("tune", made, _new(made, "tuned"), "--data", text)
     if not trains or _lacks_tokenizer(made) or not _fits(_RUNNING * size):
         return line("report", made)
-    is_repaired, skips = isinstance(result.details, RepairResult), getattr(options, "keep", 0) < 1
+    manifest, skips = manifest_of(Path(made)), getattr(options, "keep", 0) < 1
+    is_repaired = manifest is not None and manifest.recipe.get("stage") == "repair"
     if command == "moefy" and skips and not is_repaired and _fits(_REPAIRING * size):
         return line("repair", made, _new(made, "repaired"), "--to", given, *(("--calibration", text) if text else ()))
     if text is not None and command not in ("upcycle", "moefy"):

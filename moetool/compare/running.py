@@ -64,7 +64,7 @@ def compare(
         seen: called with every row as soon as there is one.
 
     Raises:
-        InterruptedRunError: it was stopped; the same call goes on.
+        InterruptedRunError, KeyboardInterrupt: it was stopped; the same call goes on.
         MoetoolError: the original or the text cannot be used. What goes wrong with a candidate is said in its row.
     """
     if processes() > 1:
@@ -76,7 +76,8 @@ def compare(
         try:
             return _Comparing(model, options, work, keep, progress).all(wanted, seen)
         except (InterruptedRunError, KeyboardInterrupt) as error:
-            raise InterruptedRunError(f"Stopped. What is done is noted in {work}: the same command goes on.") from error
+            said = f"Stopped. What is done is noted in {work}: the same command goes on."
+            raise type(error)(said) from error
 
 
 @dataclass(frozen=True)

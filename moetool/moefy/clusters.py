@@ -62,15 +62,15 @@ class LayerPlan:
         return self.up_price if self.gate_price is None else self.gate_price
 
 
-def chosen_experts(keep: float, experts: int) -> int:
-    """Number of experts that the share `keep` of all is, rounded.
+def chosen_experts(keep: float, experts: int, called: str = "experts") -> int:
+    """Number of experts that the share `keep` of all is, rounded; `called` so in the error.
 
     Raises:
         UsageError: it is less than one.
     """
     chosen = round(keep * experts)
     if chosen < 1:
-        raise UsageError(f"--keep {keep:g} of {experts} experts is less than one. The smallest is {1 / experts:.4g}.")
+        raise UsageError(f"--keep {keep:g} of {experts} {called} is less than one. The smallest is {1 / experts:.4g}.")
     return chosen
 
 

@@ -115,7 +115,7 @@ class Moefy(Conversion[MoefyOptions]):
                 "--selector projection chooses every neuron by itself: it takes no --experts and no --as-published."
             )
         check_experts(self._experts, self.dense.intermediate)
-        chosen_experts(options.keep, self._experts)
+        chosen_experts(options.keep, self._experts, "neurons" if self._selector == "projection" else "experts")
         self._check_text()
         is_led = self._selector == "projection"
         spec = MoefiedSpec(

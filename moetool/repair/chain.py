@@ -11,9 +11,10 @@ from pathlib import Path
 
 from moetool.checkpoint.digests import check_files
 from moetool.checkpoint.manifest import read_manifest
+from moetool.checkpoint.names import MANIFEST
 from moetool.checkpoint.reader import Checkpoint
 from moetool.costs.phases import Phase
-from moetool.errors import ResourceError, UsageError, VerificationError
+from moetool.errors import MoetoolError, ResourceError, UsageError, VerificationError
 from moetool.job.blueprint import open_for_planning
 from moetool.job.card import chosen_options, public
 from moetool.job.checks import output_directory
@@ -69,6 +70,8 @@ class Repaired:
         """As `plan`, after the checks of `job.planning.dry_run`; never in bfloat16, where a repair computes nothing."""
         directory, between = output_directory(output), _unrepaired_path(output)
         _check_place(directory, between, resume=resume, overwrite=overwrite)
+        if resume and self._finished_beside(directory, between) is not None:
+            return self.plan(), None
         if resume and is_finished(directory) and not between.exists():
             self._made_so(directory)
         plan, _ = dry_run(
@@ -96,6 +99,9 @@ class Repaired:
         _check_place(directory, between, resume=resume, overwrite=overwrite)
         if resume and is_finished(directory) and not between.exists():
             return self._finished(directory)
+        if resume and (finished := self._finished_beside(directory, between)) is not None:
+            _delete(between)
+            return finished
         if not between.exists():
             self._check_resources(directory)
         first = run_stage(
@@ -120,7 +126,7 @@ class Repaired:
             same_input=same_input,
             named=f"{public(str(self.source))} after {self.kind.name}",
         )
-        shutil.rmtree(between)
+        _delete(between)
         details = repaired.details
         if isinstance(details, RepairResult):
             details = RepairedResult(**vars(details), before_repair=first)
@@ -180,6 +186,18 @@ class Repaired:
             details=Details(),
         )
 
+    def _finished_beside(self, directory: Path, between: Path) -> Result | None:
+        """As `_finished`, where a run was killed while it deleted what it had repaired; else `None`, also where the
+        output is an earlier one, which a run that was begun with `--overwrite` replaces."""
+        if not between.is_dir() or not is_finished(directory):
+            return None
+        if not (between / MANIFEST).exists() and any(between.iterdir()):
+            return None
+        try:
+            return self._finished(directory)
+        except MoetoolError:
+            return None
+
     def _joined(self, plan: Plan) -> Plan:
         """The plan of both jobs. The memory of the training depends on what is stored as numbers, which is told at
         most: only the memory of the original, which is certain, is reason to refuse both before the first."""
@@ -199,6 +217,16 @@ class Repaired:
             phases=tuple(phases.values()) if plan.phases else (),
             details={**plan.details, "repair_steps": self.steps, "repair_most_memory_bytes": most},
         )
+
+
+def _delete(between: Path) -> None:
+    """Delete the unrepaired model, its manifest last: a run that finds what is left knows it by that."""
+    for path in between.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
+            path.unlink()
+    shutil.rmtree(between)
 
 
 def _check_place(directory: Path, between: Path, *, resume: bool, overwrite: bool) -> None:

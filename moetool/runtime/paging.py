@@ -24,6 +24,7 @@ from moetool.checkpoint.sizes import ByteSize, format_bytes
 from moetool.errors import InvalidInputError, ResourceError, UsageError
 from moetool.runtime.memory import total_bytes
 from moetool.runtime.modules.experts import SharedBaseExperts
+from moetool.runtime.modules.given_model import check_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,10 +104,11 @@ def page_experts(model: "PreTrainedModel", memory: int | str | None = None) -> P
             machine's.
 
     Raises:
-        UsageError: this is not Linux, or `memory` is no size.
+        UsageError: this is not Linux, `model` is not loaded, or `memory` is no size.
         InvalidInputError: the model's experts are no parts of mapped files.
         ResourceError: one layer's experts do not fit beside all else.
     """
+    check_loaded(model, "page_experts")
     if sys.platform != "linux":
         raise UsageError(f"Experts are paged on Linux, not on {sys.platform}.")
     allowed = _allowed(memory)

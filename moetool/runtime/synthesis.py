@@ -17,6 +17,7 @@ from moetool.runtime.loading import run_experts_of_any_width
 from moetool.runtime.memory import free_bytes, returning_memory
 from moetool.runtime.modules.experts import SharedBaseExperts
 from moetool.runtime.modules.fused import fused_tensors, without_tensors
+from moetool.runtime.modules.given_model import check_loaded
 from moetool.runtime.modules.offloading import is_offloaded
 from moetool.runtime.modules.quantized_in_model import dense_modules, quantized_modules
 from moetool.runtime.modules.shared_expert import SharedExpertOnBase
@@ -37,8 +38,9 @@ def synthesize(model: "PreTrainedModel") -> "PreTrainedModel":
     experts): these stay as they are. Dynamic pruning of bases is left out: it has no dense form.
 
     Raises:
-        UsageError: some of the experts are offloaded.
+        UsageError: some of the experts are offloaded, or it is no loaded model.
     """
+    check_loaded(model, "synthesize")
     if offloaded := [name for name, module in (*_stored(model), *quantized_modules(model)) if is_offloaded(module)]:
         raise UsageError(
             f"synthesize needs the weights in memory, but accelerate has offloaded {len(offloaded)} of the model's "

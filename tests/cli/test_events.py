@@ -269,6 +269,18 @@ def test_what_comes_next(
         assert after_stage(command, large, options) == "moetool report 'a model'"
 
 
+def test_a_repaired_model_is_not_to_be_repaired_again(tmp_path: Path) -> None:
+    """Neither where the job was finished already, whose result tells nothing of the repair."""
+    (tmp_path / "tokenizer.json").touch()
+    result = Result(
+        stage="g-moefication", input="in", output=str(tmp_path), seconds=0.0, peak_memory_bytes=1, details=Details()
+    )
+    for stage, then in (("g-moefication", "repair"), ("repair", "generate")):
+        write_manifest(tmp_path, Manifest(source="in", source_fingerprint="", recipe={"stage": stage}, seed=0))
+        said = after_stage("moefy", result, CalibrationOptions(calibration="text.txt"))
+        assert said.removeprefix("moetool ").startswith(f"{then} {tmp_path}")
+
+
 def test_weights_of_texts_are_for_calibration_alone() -> None:
     options = CalibrationOptions(calibration="a.jsonl:::said@3,b.txt@2")
     result = Result(stage="hybrid", input="in", output="out", seconds=1.0, peak_memory_bytes=1, details=Details())

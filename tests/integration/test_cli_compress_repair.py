@@ -106,6 +106,40 @@ def test_killed_in_the_repair_it_goes_on_there(
         assert "was made with other settings" in other.stderr
 
 
+def test_killed_while_it_deletes_what_it_repaired_it_is_finished(
+    words: Any, run_cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused for ever, since the unrepaired model was not whole any more."""
+    made, between = tmp_path / "made", tmp_path / "made-unrepaired"
+
+    unlink = Path.unlink
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path == between / "model.safetensors":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        assert run_cli(*words("quantize", made, "--repair", 2)).code == 130
+    assert (between / "moetool.json").exists()  # whatever the order of the others
+    (between / "config.json").unlink(missing_ok=True)
+    assert run_cli(*words("quantize", made, "--repair", 2, "--resume", "--dry-run")).code == 0
+    again = run_cli(*words("quantize", made, "--repair", 2, "--resume", "--json"))
+    assert again.code == 0, again.stderr
+    assert again.json["status"] == "finished"
+    assert not between.exists()
+
+
+def test_what_lies_there_and_is_not_moetools_is_left(words: Any, run_cli: Any, tmp_path: Path) -> None:
+    assert run_cli(*words("quantize", tmp_path / "made", "--repair", 2)).code == 0
+    notes = tmp_path / "made-unrepaired" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    assert run_cli(*words("quantize", tmp_path / "made", "--repair", 2, "--resume")).code == 2
+    assert notes.read_text() == "mine"
+
+
 def test_a_plan_tells_both(words: Any, run_cli: Any, tmp_path: Path) -> None:
     alone = run_cli(*words("quantize", tmp_path / "out", "--dry-run", "--json")).json
     both = run_cli(*words("quantize", tmp_path / "out", "--dry-run", "--json", "--repair", 9)).json

@@ -192,3 +192,10 @@ def test_sizes_that_cannot_be_are_refused(
     assert result.code == 2
     assert said in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mixture_that_cannot_be_is_refused_by_its_name(run_cli: Any, tiny_mixtral: Path, tmp_path: Path) -> None:
+    result = export(run_cli, tiny_mixtral, tmp_path / "out", "--type", "q4_K_M")
+    assert result.code == 2
+    assert "--type q4_k_m, 4.89 bits per weight, is less than this model can have" in result.stderr
+    assert "--target-bpw" not in result.stderr

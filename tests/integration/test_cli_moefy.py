@@ -33,6 +33,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from moetool.architectures.dense import find_dense_architecture
 from moetool.calibration.activations import ActivationFile
 from moetool.calibration.windows import load_tokenizer, sample_windows
+from moetool.errors import UsageError
 from moetool.moefy.clusters import Moefied
 from moetool.quiet import quiet
 from moetool.runtime.modules.led_neurons import LedNeurons
@@ -113,6 +114,9 @@ def test_every_family(
         set_keep(model, 1.0)
         assert relative_error(model(input_ids=tokens).logits, expected) < 1e-5
         set_keep(model, 0.5)
+        for impossible in (True, "0.25", None, 0, 1.5):
+            with pytest.raises(UsageError, match=f"keep is {impossible!r}: it must be"):
+                set_keep(model, impossible)
         assert model(input_ids=tokens).logits.equal(half)
         masked_reference(model)
         assert relative_error(model(input_ids=tokens).logits, half) < 1e-5
@@ -674,6 +678,7 @@ OPTIONS: dict[str, tuple[str, list[str]]] = {
     "the default number": ("--selector mlp", ["--experts 64", "48 neurons", "24, 48"]),
     "one expert": ("--experts 1", ["--experts 1", "2"]),
     "less than one": ("--experts 4 --keep 0.1", ["--keep 0.1", "4 experts", "0.25"]),
+    "less than one neuron": ("--keep 0.001", ["--keep 0.001", "48 neurons", "0.02083"]),
     "none": ("--experts 4 --keep 0", ["--keep 0"]),
     "more than all": ("--experts 4 --keep 1.5", ["--keep 1.5"]),
     "too little text": ("--experts 24", ["512 tokens", "24 experts", "1,536"]),

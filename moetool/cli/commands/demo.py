@@ -86,7 +86,7 @@ def _from_the_start(output: Path) -> Iterator[None]:
     try:
         yield
     except (InterruptedRunError, KeyboardInterrupt) as error:
-        raise InterruptedRunError(f"Stopped. The same command starts over in {output}.") from error
+        raise type(error)(f"Stopped. The same command starts over in {output}.") from error
 
 
 def _run(output: Path, steps: int, seed: int, display: Display) -> list[demo.DemoModel]:

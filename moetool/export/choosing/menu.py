@@ -70,12 +70,17 @@ class Menu(Generic[KindT]):
         """Choose the largest type on offer for each tensor."""
         return {name: types[-1] for name, types in self.types.items()}
 
-    def budget(self, target: float) -> int:
-        """Bytes of all tensors at so many bits per weight. Raises `UsageError` where no types are that small."""
+    def budget(self, target: float, mixture: str | None = None) -> int:
+        """Bytes of all tensors at so many bits per weight, typed as a number or as a `mixture` of llama-quantize.
+
+        Raises:
+            UsageError: no types are that small.
+        """
         least, most = (self.bits_per_weight(chosen) for chosen in (self.smallest, self.largest))
         if least > target:
+            asked = f"--target-bpw {target:g}" if mixture is None else f"--type {mixture}, {target:g} bits per weight,"
             raise UsageError(
-                f"--target-bpw {target:g} is less than this model can have: {self.floor}. With the largest types on "
+                f"{asked} is less than this model can have: {self.floor}. With the largest types on "
                 f"offer it has {most:.2f} bits per weight, with the smallest types {math.ceil(100 * least) / 100:.2f}."
             )
         return int(target / 8 * self.numbers)

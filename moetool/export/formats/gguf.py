@@ -121,7 +121,7 @@ class ExportGguf(Stage[ExportGgufOptions, GgufSource]):
         assert menu is not None
         if size is None:
             assert self.options.bits_per_weight is not None
-            return menu.budget(self.options.bits_per_weight)
+            return menu.budget(self.options.bits_per_weight, self.options.type)
         return menu.budget_within(size, self._most_around, has_experts=self.source.experts is not None)
 
     @cached_property

@@ -11,6 +11,7 @@ from moetool.architectures.shape import Role
 from moetool.errors import UsageError
 from moetool.format.kinds.moefied import MoefiedSpec
 from moetool.runtime.modules.dense_networks import take, unowned
+from moetool.runtime.modules.given_model import check_loaded
 from moetool.runtime.modules.led_neurons import LedNeurons
 from moetool.runtime.modules.neuron_experts import NeuronExperts
 
@@ -22,11 +23,14 @@ def set_keep(model: "PreTrainedModel", keep: float) -> None:
     """Let every token of a moefied model use that share of the experts, now and when it is saved.
 
     Raises:
-        UsageError: the model is not moefied, or the share is less than half an expert.
+        UsageError: the model is not loaded or not moefied, or the share is no number or less than half an expert.
     """
+    check_loaded(model, "set_keep")
     moefied = [module for module in model.modules() if isinstance(module, NeuronExperts)]
     if not moefied:
         raise UsageError("--keep: this model is not moefied, so every token needs all of it.")
+    if isinstance(keep, bool) or not isinstance(keep, int | float):
+        raise UsageError(f"keep is {keep!r}: it must be a number above 0 and at most 1.")
     for module in moefied:
         try:
             module.set_keep(keep)
