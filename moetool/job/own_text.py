@@ -5,6 +5,7 @@ resumed job goes on with them, and all its processes read them there.
 """
 
 import math
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,8 @@ def planned(stage: AnyStage) -> Plan:
         return stage.plan()
     most = most_windows(options.calibration, options.sequence_length, options.mix)
     if most is not None and 0 < most < options.samples:
-        return _with_fewer_windows(stage, most)
+        with suppress(UsageError):  # where these are too few the job says so, of the text
+            return _with_fewer_windows(stage, most)
     plan = stage.plan()
     if not _weight(options):
         return plan

@@ -252,7 +252,10 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{tmp}/list.jsonl", r"list.jsonl, record 1: its text has to be text, found \[\"a\", \"b\"\]. .*:::text takes"),
         ("{tmp}/latin.jsonl", "latin.jsonl is not UTF-8"),
         ("{tmp}/short.parquet", r"Cannot read the data .*short.parquet.*: .*\. Is it whole\?"),
-        ("{tmp}/odd.jsonl", "none of text, content, prompt and completion, messages; it has 'id', 'body'. Name one"),
+        (
+            "{tmp}/odd.jsonl",
+            "has none of text, .*; it has 'id', 'body'. Rename fields to prompt and completion, or name one",
+        ),
         ("{tmp}/odd.jsonl:::text", "no column 'text'; it has 'id', 'body'"),
         ("{tmp}/odd.jsonl:::id", "odd.jsonl, record 1, 'id' holds 5, not text"),
         ("{tmp}/odd.jsonl:::body", """body' holds {"x": 1}, not text"""),

@@ -278,7 +278,7 @@ def test_a_repaired_model_is_not_to_be_repaired_again(tmp_path: Path) -> None:
     for stage, then in (("g-moefication", "repair"), ("repair", "generate")):
         write_manifest(tmp_path, Manifest(source="in", source_fingerprint="", recipe={"stage": stage}, seed=0))
         said = after_stage("moefy", result, CalibrationOptions(calibration="text.txt"))
-        assert said.removeprefix("moetool ").startswith(f"{then} {tmp_path}")
+        assert f"moetool {then} {tmp_path}" in said
 
 
 def test_weights_of_texts_are_for_calibration_alone() -> None:

@@ -33,6 +33,7 @@ FAMILIES = ["llama", "gemma2", "phi3", "gpt_neox", "phi", "gpt_bigcode", "falcon
 PESC = ("--method", "pesc", "--experts", 4, "--width", 8)
 SIMOE = ("--method", "simoe", "--experts", 4, "--router-width", 8, "--sparsity", 0.5)
 METHODS = {"pesc": PESC, "simoe": SIMOE}
+MASKS: dict[str, tuple[object, ...]] = {"simoe": ("--mask-learning-rate", 0.1)}  # of a method, for few steps
 EACH = [*zip(FAMILIES, cycle(METHODS), strict=False)]  # family with a method
 SHORT = ("--sequence-length", 64, "--batch-size", 2, "--learning-rate", 1e-3, "--log-every", 1)
 GENERATE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -485,10 +486,9 @@ def test_how_many_steps_leave_masks_open_is_said(run_cli: Any, simoe: Path, data
 
 def test_recomputed_activations_train_the_same(tuned: Any, pesc: Path, simoe: Path, dense: Any, upcycle: Any) -> None:
     still = upcycle(dense("llama"), *PESC, "--dropout", 0).path
-    for source in (still, simoe):
+    for source, masks in ((still, ()), (simoe, MASKS["simoe"])):
         plain, again = (
-            tensors_of(tuned(source, "--steps", 3, "--mask-learning-rate", 0.1, *more)[0])
-            for more in ((), ("--gradient-checkpointing",))
+            tensors_of(tuned(source, "--steps", 3, *masks, *more)[0]) for more in ((), ("--gradient-checkpointing",))
         )
         for name, tensor in plain.items():
             assert torch.allclose(tensor.float(), again[name].float(), atol=1e-5), name
@@ -508,7 +508,7 @@ def test_other_families_are_tuned(
     tuned: Any, dense: Any, upcycle: Any, tokens: Tensor, family: str, method: str
 ) -> None:
     source = upcycle(dense(family), *METHODS[method]).path
-    output, _ = tuned(source, "--steps", 8, "--mask-learning-rate", 0.1)
+    output, _ = tuned(source, "--steps", 8, *MASKS.get(method, ()))
     assert relative_error(logits(output, tokens), logits(source, tokens)) > 1e-5
     load_whole(output)
 
@@ -542,8 +542,7 @@ def test_a_stopped_tuning_goes_on_to_the_same_bytes(
         6,
         "--save-every",
         2,
-        "--mask-learning-rate",
-        0.1,
+        *(() if source == pesc else MASKS["simoe"]),
         *more,
     )
     changes = crash.whole(tmp_path / "quiet", arguments)
@@ -653,7 +652,7 @@ def test_a_base_in_few_bits_is_written_whole(tuned: Any, dense: Any, upcycle: An
         name for name in before if name.endswith(("_proj.weight", ".linear.weight")) and before[name].numel() > 1
     }
     if which != "dense":
-        after = tensors_of(tuned(source, "--steps", 2, "--mask-learning-rate", 0.1, "--quantize-base", kind)[0])
+        after = tensors_of(tuned(source, "--steps", 2, *MASKS.get(which, ()), "--quantize-base", kind)[0])
         assert all(after[name].equal(before[name]) for name in linears)
         assert changed(before, after)
     if which != "simoe":

@@ -203,7 +203,7 @@ def test_inspect_for_people(run_cli, small, tiny_mixtral):
         r"^architecture +Mixtral \(softmax",
         r"^layers +3, of which 3 with experts",
         r"^experts +4, top-2, float32",
-        r"^parameters +[\d,]+ total, [\d,]+ active, [\d.]+ bits each",
+        r"^parameters +[\d,]+ total \([\d,]+ in the files\), [\d,]+ active, [\d.]+ bits each",
         r"3[45]\.\d\d% smaller",
         r"gate.*up.*down.*base channels",
         r"rank \d+ … \d+, mean \d+",
