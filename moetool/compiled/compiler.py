@@ -180,8 +180,19 @@ def _run(*commands: Sequence[str], folder: str | None = None) -> list[str]:
     _AT_WORK.append(threading.current_thread())
     with ExitStack() as started:
         started.callback(_AT_WORK.remove, threading.current_thread())
-        at_work = [(command, started.enter_context(_started(command, folder))) for command in commands]
+        with _undisturbed():  # or one that a signal meets while it starts would be left
+            at_work = [(command, started.enter_context(_started(command, folder))) for command in commands]
         return [_printed(command, process) for command, process in at_work]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that ask to stop wait until what is done here is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -34,11 +34,12 @@ def listening() -> Iterator[Interrupt]:
     Raises:
         InterruptedRunError: it came while the process waited for a compiler, which is ended.
     """
-    interrupt = Interrupt()
+    interrupt, ended = Interrupt(), list[int]()
 
     def request(signum: int, frame: FrameType | None) -> None:
         interrupt.requested = True
-        if is_compiling():
+        if is_compiling() and not ended:  # a second one does not disturb what the first one ends
+            ended.append(signum)
             raise InterruptedRunError("Stopped as asked, while kernels were compiled. Go on with --resume.")
 
     previous = signal.signal(signal.SIGTERM, request)
