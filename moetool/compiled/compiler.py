@@ -187,12 +187,21 @@ def _run(*commands: Sequence[str], folder: str | None = None) -> list[str]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Signals that ask to stop wait until what is done here is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    """Signals that ask to stop are heard when what is done here is done. Blocking them would not do: Python hears of
+    those that reach another thread, too."""
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or None in map(signal.getsignal, kinds):
+        yield
+        return
+    heard = list[int]()
+    before = {kind: signal.signal(kind, lambda number, _: heard.append(number)) for kind in kinds}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        for number in heard[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager
