@@ -235,11 +235,9 @@ def data_files(path: Path) -> list[Path]:
     Raises:
         InvalidInputError: a folder cannot be read, or it is a pipe or a device.
     """
-    if path.is_dir():
-        return [file for file in _files(path) if file.suffix in TEXT_SUFFIXES]
-    if not path.is_file():  # such as <(command): its beginning is looked at before it is read
+    if not path.is_dir() and not path.is_file():  # such as <(command): its beginning is looked at before it is read
         raise InvalidInputError(f"{path} is no file but a pipe or a device, read only once: save it as a .txt file.")
-    return [path]
+    return [file for file in _files(path) if file.suffix in TEXT_SUFFIXES] if path.is_dir() else [path]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -251,7 +249,8 @@ def _files(folder: Path) -> list[Path]:
     found: list[Path] = []
     for directory, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += filter(Path.is_file, (Path(directory, name) for name in names if not name.startswith(".")))
+        files = (Path(directory, name) for name in names if not name.startswith("."))
+        found += filter(Path.is_file, files)
     return sorted(found)
 
 

@@ -194,7 +194,7 @@ class CodedExperts(Stage[CodedT]):
         return CodingText.of(self.source, self.options)
 
     def remarks(self) -> list[str]:
-        """What is said of the result before it is made."""
+        """Return sentences about the result that the plan and the log say before it is made."""
         return [NEAREST] if self.text is None and self._fewest_bits < 8 else []
 
     @property

@@ -91,7 +91,7 @@ class Until:
     """
 
     def __init__(self, write: Write, signs: Sequence[str], *, trimmed: bool = True) -> None:
-        """`trimmed` leaves out leading spaces, too."""
+        """Text is passed on to `write`, without its leading spaces if `trimmed`."""
         self._write, self._signs, self._trimmed = write, signs, trimmed
         self._held, self.text, self.ended = "", "", False
 

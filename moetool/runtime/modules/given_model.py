@@ -1,4 +1,4 @@
-"""What callers in Python give by mistake."""
+"""Public functions of Python check here that they are given a loaded model."""
 
 from torch import nn
 
